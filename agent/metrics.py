@@ -102,8 +102,8 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "scan_timestamp_seconds", [((), snapshot.taken_at_seconds)]
     yield "hosts", [((), 1.0)]
     yield "fact_timestamp_seconds", list(_fact_times(view))
-    yield "probe_success", [((name,), float(not isinstance(found, Failed))) for name, found in outcomes]
-    yield "probe_duration_seconds", [((name,), float(getattr(found, "seconds", 0.0))) for name, found in outcomes]
+    yield "probe_success", [((name,), float(not isinstance(outcome, Failed))) for name, outcome in outcomes]
+    yield "probe_duration_seconds", [((name,), float(getattr(outcome, "seconds", 0.0))) for name, outcome in outcomes]
     bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
     missed = Counter(
         (check.code, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
@@ -113,13 +113,13 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     statuses = Counter(str(check.status) for check in view.checks)
     began: dict[tuple[str, ...], float] = {}
     for check in view.checks:
-        if (at := view.since.get((check.code, check.subject))) is not None:
-            at = float(int(at))  # as the node's record has it: an agent that reads it there says the same
-            began[check.code, check.status] = min(at, began.get((check.code, check.status), at))
+        if (since := view.since.get((check.code, check.subject))) is not None:
+            since = float(int(since))  # as the node's record has it: an agent that reads it there says the same
+            began[check.code, check.status] = min(since, began.get((check.code, check.status), since))
     yield "finding_since_seconds", list(began.items())
     changed = {event.code: event.at_seconds for event in sorted(view.events, key=lambda e: e.at_seconds)
                if event.code in PARTS and not event.is_finding}  # fmt: skip
-    yield "change_timestamp_seconds", [((part,), float(int(at))) for part, at in changed.items()]
+    yield "change_timestamp_seconds", [((part,), float(int(changed_at))) for part, changed_at in changed.items()]
     yield "checks", [((status,), float(statuses[status])) for status in STATUSES]
     words = ("pass", "warn", "unknown", "fail")
     yield "gate_status", [((word,), float(view.verdict.word == word)) for word in words]
@@ -143,8 +143,8 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
 
 def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
     index = {gpu.name: str(gpu.index) for gpu in node.gpus}
-    known = (p for p in node.pairs if p.label != UNKNOWN)  # no sample for a lost GPU, or if the driver does not answer
-    between = [(index[p.a], index[p.b], p) for p in known if p.a in index and p.b in index]
+    pairs = (p for p in node.pairs if p.label != UNKNOWN)  # no sample for a lost GPU, or if the driver does not answer
+    between = [(index[p.a], index[p.b], p) for p in pairs if p.a in index and p.b in index]
     both = [*between, *((b, a, p) for a, b, p in between)]
     yield "gpu_link_distance", [((a, b), float(p.path)) for a, b, p in both if p.path is not None]
     yield "gpu_link_nvlinks", [((a, b), float(p.nvlinks)) for a, b, p in both if node.nvlink_known]
@@ -157,12 +157,12 @@ def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, 
     """Return GPU, NIC, whether it is one of its nearest, and the link between them."""
     nics = {nic.name for nic in node.nics}
     nearest = {near.gpu: set(near.nics) for near in node.nearest_nic}
-    found: list[tuple[str, str, str, Pair]] = []
+    rows: list[tuple[str, str, str, Pair]] = []
     for pair in node.pairs:
         gpu, nic = (pair.a, pair.b) if pair.a in index else (pair.b, pair.a)
         if gpu in index and nic in nics:
-            found.append((index[gpu], nic, "true" if nic in nearest.get(gpu, ()) else "false", pair))
-    return found
+            rows.append((index[gpu], nic, "true" if nic in nearest.get(gpu, ()) else "false", pair))
+    return rows
 
 
 def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
@@ -174,31 +174,31 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
         for m in sorted(verified, key=lambda m: m.busbw_bytes_per_second, reverse=True)
         if m.bytes in sizes
     }
-    whole = result.complete and bool(verified) and len(verified) == len(result.measurements)
-    yield "bench_success", [((), float(whole))]
+    is_complete = result.complete and bool(verified) and len(verified) == len(result.measurements)
+    yield "bench_success", [((), float(is_complete))]
     yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in slowest.items()]
     yield (
         "bench_expected_busbw_bytes_per_second",
         [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)],
     )
-    least: Values = [
+    lowest: Values = [
         (k, low) for k, m in slowest.items() if is_judged_result(m) and (low := find_least_bandwidth(m)) is not None
     ]
-    yield "bench_least_busbw_bytes_per_second", least
+    yield "bench_least_busbw_bytes_per_second", lowest
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:MOST_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
 
 
-def _evidence_values(found: Evidence) -> Iterator[tuple[str, Values]]:
-    counts = (("send", found.send), ("receive", found.receive))
+def _evidence_values(log: Evidence) -> Iterator[tuple[str, Values]]:
+    counts = (("send", log.send), ("receive", log.receive))
     yield "gdrdma_channels_ratio", [((name,), c.gdrdma / c.total) for name, c in counts if c.total]
-    common = sorted(found.transports.items(), key=lambda item: (-item[1], item[0]))[:MOST_TRANSPORTS]
+    common = sorted(log.transports.items(), key=lambda item: (-item[1], item[0]))[:MOST_TRANSPORTS]
     yield "transport_channels", [((name,), float(count)) for name, count in common]
-    names = (found.inter_node_transport or "none", found.intra_node_transport or "none", found.gdrdma)
+    names = (log.inter_node_transport or "none", log.intra_node_transport or "none", log.gdrdma)
     yield "transport_info", [(names, 1.0)]
-    shown = Counter({(p.code, p.severity): p.count for p in found.problems})
-    yield "log_problems", [(key, float(count)) for key, count in shown.items()]
+    problems = Counter({(p.code, p.severity): p.count for p in log.problems})
+    yield "log_problems", [(key, float(count)) for key, count in problems.items()]
 
 
 def _search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:

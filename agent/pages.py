@@ -91,7 +91,7 @@ _SHOWN_LAYOUTS = 4  # the chosen one and three others fit on the page
 @cache
 def environment() -> Environment:
     """Return the templates with the functions that the pages and the report use."""
-    made = Environment(
+    result = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -101,24 +101,24 @@ def environment() -> Environment:
     plain = (units.expected_rate, units.size, units.rate, units.seconds, units.duration, units.interval, units.rest,
              units.tally, list_names, units.clock, format_utc, render_entry, render_headline, inline,
              group_rows)  # fmt: skip
-    made.filters.update({function.__name__: function for function in plain})
-    made.filters.update(
-        kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda one: Markup("<br>").join(describe_outcome(one)),
+    result.filters.update({function.__name__: function for function in plain})
+    result.filters.update(
+        kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda outcome: Markup("<br>").join(describe_outcome(outcome)),
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
         need=plan_words.describe_need, settings_as=render_settings,
     )  # fmt: skip
     shared = (draw_node, group_findings, is_problem, group_by_reason, list_codes, columns, summarise_node)
-    made.globals.update({function.__name__: function for function in shared})
-    made.globals.update(
+    result.globals.update({function.__name__: function for function in shared})
+    result.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, plans=plan_words, layouts=_layouts,
     )  # fmt: skip
-    return made
+    return result
 
 
 def render_report(report: Report) -> str:
     """Return the report as one self-contained HTML file."""
-    shown = make_rows(report.nodes, report.checks, report.started_at_seconds)
-    return render("report", report=report, rows=shown, style_hash=digest("style.css"))
+    rows = make_rows(report.nodes, report.checks, report.started_at_seconds)
+    return render("report", report=report, rows=rows, style_hash=digest("style.css"))
 
 
 def format_utc(seconds: float) -> str:
@@ -171,8 +171,8 @@ def _kind(label: str) -> str:
 
 def draw_node(node: NodeTopology, *, checks: Iterable[Finding] = ()) -> Markup:
     """Draw the node as one inline `<svg>`; empty if there are no links to draw."""
-    mine = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
-    drawn = svg.picture(node, status=partial(_status, mine), more=" The table below says the same.")
+    own_checks = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
+    drawn = svg.picture(node, status=partial(_status, own_checks), suffix=" The table below says the same.")
     return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
 
 
@@ -204,8 +204,8 @@ class NodeRow:
 
     def shown(self) -> tuple[str, ...]:
         """Return what nodes of one line of the table have in common: hardware, versions and findings."""
-        one = self.record
-        hardware = (one.gpu_text, one.links or "unknown", one.rdma_text, one.memlock or "unknown")
+        record = self.record
+        hardware = (record.gpu_text, record.links or "unknown", record.rdma_text, record.memlock or "unknown")
         codes = (code for group in self.groups for code in group.codes)
         return (*hardware, self.version, self.word, *codes, *(group.message for group in self.groups[:1]))
 
@@ -216,13 +216,13 @@ class NodeRow:
 
 def make_rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: float) -> tuple[NodeRow, ...]:
     """Return every node, failed ones first. A node that stopped reporting is unknown, whatever its last verdict was."""
-    mine: dict[str, list[Finding]] = defaultdict(list)
+    by_node: dict[str, list[Finding]] = defaultdict(list)
     for check in checks:
         if is_problem(check):
-            mine[check.node].append(check)
+            by_node[check.node].append(check)
     agents = {record.agent_version for record in records}
-    made = (_row(record, mine[record.name], now, agents=len(agents) > 1) for record in records)
-    return tuple(sorted(made, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, sort_key(row.name))))
+    rows = (_row(record, by_node[record.name], now, agents=len(agents) > 1) for record in records)
+    return tuple(sorted(rows, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, sort_key(row.name))))
 
 
 def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> NodeRow:
@@ -237,10 +237,10 @@ def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: b
 
 def group_rows(rows: Iterable[NodeRow]) -> tuple[tuple[NodeRow, ...], ...]:
     """Return the lines of a table, in row order: one per failed node, and one per group of equal nodes."""
-    found: dict[tuple[str, ...], list[NodeRow]] = {}
+    groups: dict[tuple[str, ...], list[NodeRow]] = {}
     for row in rows:
-        found.setdefault((row.name,) if row.word == "fail" else row.shown(), []).append(row)
-    return tuple(map(tuple, found.values()))
+        groups.setdefault((row.name,) if row.word == "fail" else row.shown(), []).append(row)
+    return tuple(map(tuple, groups.values()))
 
 
 def sort_key(text: str) -> list[tuple[int, str]]:

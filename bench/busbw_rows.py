@@ -17,7 +17,7 @@ from pathlib import Path
 
 from contracts.finding import Interval
 from contracts.tables import read_table
-from hardware.gpus import Gpu, gpu_named
+from hardware.gpus import Gpu, find_gpu
 from hardware.machines import catalogue
 from hardware.units import GIGA
 from topology.expected import Paths, span
@@ -127,7 +127,7 @@ def place(row: Row) -> Paths:
     rated = re.sub(_RATES + r"\s*g(?:b?/?p?s|be?)?\b(?!\w)", r"\1 gb/s", text)
     rated = re.sub(rf"(x\s*{_RATES}) gb/s", r"\1", rated)
     # Azure's NC sizes have PCIe cards of the GPU that they name. Names of racks and of A4X contain no GPU.
-    gpu = gpu_named(re.sub(r"(nc\d+ads.*a100)", r"\1 pcie", text)) or (gpu_named(instance.gpu) if instance else None)
+    gpu = find_gpu(re.sub(r"(nc\d+ads.*a100)", r"\1 pcie", text)) or (find_gpu(instance.gpu) if instance else None)
     between, wire = _network(row, rated, instance) if row.nodes > 1 else (None, None)
     if gpu is None and row.gpus_per_node > 1 and "pcie" not in text:
         raise PlaceError(f"{row.machine}: unknown GPU")
@@ -164,14 +164,14 @@ def _instances() -> tuple[_Instance, ...]:
     tables = read_table(__file__, "busbw_machines.toml")
     kinds = {"efa": "RDMA", "hca": "RDMA", "ethernet": "sockets"}
     rows = {row.name: row for row in catalogue()}
-    found = [_Instance(**row) for row in tables["instance"]]
-    for named in (*tables["named"], *({"pattern": re.escape(name.lower()), "machine": name} for name in rows)):
-        row = rows[named["machine"]]
-        found.append(_Instance(
-            pattern=named["pattern"], gpu=row.gpu, gpus=row.gpus, nics=row.nics, gbps=row.nic_gbps,
-            network=named.get("network", kinds[row.nic_kind]), virtual=named.get("virtual", False),
+    instances = [_Instance(**row) for row in tables["instance"]]
+    for entry in (*tables["named"], *({"pattern": re.escape(name.lower()), "machine": name} for name in rows)):
+        row = rows[entry["machine"]]
+        instances.append(_Instance(
+            pattern=entry["pattern"], gpu=row.gpu, gpus=row.gpus, nics=row.nics, gbps=row.nic_gbps,
+            network=entry.get("network", kinds[row.nic_kind]), virtual=entry.get("virtual", False),
         ))  # fmt: skip
-    return tuple(found)
+    return tuple(instances)
 
 
 def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tuple[int, Interval | None]:

@@ -63,8 +63,8 @@ def efficiency(each: Placed, factors: Factors) -> float | None:
 
 
 def _by_nvls(each: Placed) -> bool:
-    found = expected(each.paths, each.row.op, each.row.bytes, each.row.ranks)
-    return isinstance(found, Expected) and found.algorithm == "NVLS"
+    result = expected(each.paths, each.row.op, each.row.bytes, each.row.ranks)
+    return isinstance(result, Expected) and result.algorithm == "NVLS"
 
 
 def fit(rows: Sequence[Placed]) -> Factors:
@@ -75,14 +75,14 @@ def fit(rows: Sequence[Placed]) -> Factors:
     later = [e for e in rings if (e.paths.capability or (0, 0)) >= (7, 5)]
     gather = _line([e for e in later if e.row.op != "all_reduce"], PRIOR.gather)
     reduce = _line([e for e in later if e.row.op == "all_reduce"], PRIOR.reduce)
-    made = replace(PRIOR, gather=gather, reduce=reduce)
+    factors = replace(PRIOR, gather=gather, reduce=reduce)
     volta = [e for e in rings if (7, 0) <= (e.paths.capability or (0, 0)) < (7, 5)]
     if volta:
-        made = replace(made, volta=round(statistics.median(_against(volta, made)), 2))
-    against = _against(later, made)
+        factors = replace(factors, volta=round(statistics.median(_against(volta, factors)), 2))
+    against = _against(later, factors)
     if against:
-        least, most = min(against) * (1 - SLACK), max(against) * (1 + SLACK)
-        made = replace(made, ring_margin=(round(min(0.85, least), 2), round(max(1.15, most), 2)))
+        lowest, highest = min(against) * (1 - SLACK), max(against) * (1 + SLACK)
+        factors = replace(factors, ring_margin=(round(min(0.85, lowest), 2), round(max(1.15, highest), 2)))
     switch = [e for e in linked if _by_nvls(e)]
     old = [e for e in switch if (e.paths.capability or (0, 0)) < (10, 0)]
     new = [e for e in switch if (e.paths.capability or (0, 0)) >= (10, 0)]
@@ -90,7 +90,7 @@ def fit(rows: Sequence[Placed]) -> Factors:
     copied = [e for e in healthy if e.paths.groups == 1 and e.paths.inside == "shared memory"]
     wired = [e for e in healthy if e.paths.between == "RDMA" and _wire_bound(e)]
     return replace(
-        made,
+        factors,
         nvls_hopper=_three(old, PRIOR.nvls_hopper),
         nvls_blackwell=_three(new, PRIOR.nvls_blackwell),
         pcie=_three(slow, PRIOR.pcie, wide=True),
@@ -111,9 +111,9 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
     """Fit a and b of 1 / efficiency = a + b / (n - 1) to the medians for each number n of ranks."""
     by_ranks: dict[int, list[float]] = {}
     for each in rows:
-        found = efficiency(each, PRIOR)
-        if found:
-            by_ranks.setdefault(each.row.ranks, []).append(found)
+        share = efficiency(each, PRIOR)
+        if share:
+            by_ranks.setdefault(each.row.ranks, []).append(share)
     points = [(1 / (n - 1), 1 / statistics.median(values)) for n, values in by_ranks.items()]
     if len(points) < 3:  # two unknowns need a third point that could contradict them
         return prior
@@ -123,9 +123,9 @@ def _line(rows: Sequence[Placed], prior: tuple[float, float]) -> tuple[float, fl
 
 def _against(rows: Sequence[Placed], factors: Factors) -> list[float]:
     return [
-        found / factors.ring(each.row.op, each.row.ranks)
+        share / factors.ring(each.row.op, each.row.ranks)
         for each in rows
-        if (found := efficiency(each, factors)) is not None
+        if (share := efficiency(each, factors)) is not None
     ]
 
 
@@ -143,13 +143,13 @@ def _three(
             by_source.setdefault(each.row.source, []).append(value)
     if not by_source:
         return prior
-    found = [statistics.median(values) for values in by_source.values()]
-    usual = statistics.median(found)
-    least = min(min(found) * (1 - SLACK), usual * NARROWEST)
-    most = max(max(found) * (1 + SLACK), usual * prior[2] / prior[1])
+    medians = [statistics.median(values) for values in by_source.values()]
+    usual = statistics.median(medians)
+    lowest = min(min(medians) * (1 - SLACK), usual * NARROWEST)
+    highest = max(max(medians) * (1 + SLACK), usual * prior[2] / prior[1])
     if wide:
-        least, most = min(least, prior[0]), max(most, prior[2])
-    return round(least, 2), round(usual, 2), round(most, 2)
+        lowest, highest = min(lowest, prior[0]), max(highest, prior[2])
+    return round(lowest, 2), round(usual, 2), round(highest, 2)
 
 
 NARROWEST = 0.885  # largest ratio of minimum to median; a single source does not show how much machines differ
@@ -191,16 +191,16 @@ def main(arguments: Sequence[str]) -> int:
 
 def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
     """Return the rows with known links, and the errors of the others. Small sizes on one host are left out."""
-    found, unplaced = [], []
+    rows_placed, unplaced = [], []
     for row in rows:
         is_small = row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
         if is_small or row.op == "all_to_all":
             continue
         try:
-            found.append(Placed(row=row, paths=place(row)))
+            rows_placed.append(Placed(row=row, paths=place(row)))
         except PlaceError as error:
             unplaced.append(str(error))
-    return found, unplaced
+    return rows_placed, unplaced
 
 
 COUNTS = ("false alarms", "caught", "missed", "unclear", "unknown")
@@ -211,18 +211,18 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     ratios: dict[str, list[float]] = defaultdict(list)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong = []
-    for one in rows:
-        by = factors.get(one.row.source, FACTORS)
-        found = expected(one.paths, one.row.op, one.row.bytes, one.row.ranks, factors=by)
-        outcomes, message = classify(one, found)
+    for each_row in rows:
+        by = factors.get(each_row.row.source, FACTORS)
+        result = expected(each_row.paths, each_row.row.op, each_row.row.bytes, each_row.row.ranks, factors=by)
+        outcomes, message = classify(each_row, result)
         wrong += [message] if message else []
-        for kind in (one.kind, "all"):
+        for kind in (each_row.kind, "all"):
             counts[kind].update(["rows", *outcomes])
-            if isinstance(found, Expected) and one.row.healthy == "yes":
-                ratios[kind].append(one.row.busbw / found.interval.mid)
+            if isinstance(result, Expected) and each_row.row.healthy == "yes":
+                ratios[kind].append(each_row.row.busbw / result.interval.mid)
     print(f"| class | rows | median | least | most | {' | '.join(COUNTS)} |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for kind in (*dict.fromkeys(one.kind for one in rows), "all"):
+    for kind in (*dict.fromkeys(item.kind for item in rows), "all"):
         of = ratios[kind]
         three = f"{statistics.median(of):.2f} | {min(of):.2f} | {max(of):.2f}" if of else " | | "
         print(
@@ -235,14 +235,14 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     print(f"\n{used}")
 
 
-def classify(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
+def classify(placed_row: Placed, result: Expected | Unknown) -> tuple[list[str], str]:
     """Return the columns of COUNTS in which a row counts, and a description if its result is wrong ("" if right)."""
-    row = one.row
+    row = placed_row.row
     outcomes = [] if row.healthy in ("yes", "no") else ["unclear"]
-    if not isinstance(found, Expected):
+    if not isinstance(result, Expected):
         missed = ["missed"] if row.healthy == "no" else []
-        return [*outcomes, "unknown", *missed], f"{row.machine}, {row.op}: {found.words()}"
-    is_low = row.busbw < found.interval.low
+        return [*outcomes, "unknown", *missed], f"{row.machine}, {row.op}: {result.words()}"
+    is_low = row.busbw < result.interval.low
     if row.healthy == "no" and is_low:
         return ["caught"], ""
     if outcomes or (row.healthy == "yes" and not is_low):
@@ -250,7 +250,7 @@ def classify(one: Placed, found: Expected | Unknown) -> tuple[list[str], str]:
     outcome = "false alarms" if is_low else "missed"
     return [outcome], (
         f"{outcome.removesuffix('s')}: {row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of "
-        f"{row.bytes // MIB} MiB: {row.busbw / GIGA:.4g}, expected {found.words()}, {found.algorithm} ({row.source})"
+        f"{row.bytes // MIB} MiB: {row.busbw / GIGA:.4g}, expected {result.words()}, {result.algorithm} ({row.source})"
     )
 
 

@@ -90,11 +90,11 @@ def command_seconds(*arguments: str, times: int = 5) -> float:
 
 def start_seconds(folder: Path, root: str, environment: Mapping[str, str], times: int = 5) -> list[tuple[float, float]]:
     """Return (seconds, CPU seconds) from the start of the process to status 200 of /readyz, after the first scan."""
-    found = []
+    results = []
     for _ in range(times):
         with resident.agent(folder, "--root", root, environment=environment) as (pid, _, seconds):
-            found.append((seconds, resident.cpu_seconds(pid)))
-    return found
+            results.append((seconds, resident.cpu_seconds(pid)))
+    return results
 
 
 def at_rest(
@@ -128,8 +128,8 @@ def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: in
     port, count = resident.free_port(), folder / "count"
     command = [sys.executable, "-c", BUSY, root, str(port), str(count), str(folder / "state")]
     looks, sent, errors = [], 0, 0
-    with resident.process(command, environment, folder / "log") as one:
-        resident.wait(port, "/readyz", one)
+    with resident.process(command, environment, folder / "log") as server:
+        resident.wait(port, "/readyz", server)
         warm = max(20, scans // 10)  # caches fill and the heap grows in the first tenth
         for tenth in range(1, 11):
             goal = warm + (scans - warm) * tenth // 10
@@ -139,9 +139,9 @@ def steady(folder: Path, root: str, environment: Mapping[str, str], *, scans: in
                     sent += len(ENDPOINTS) * PER_ENDPOINT
                 else:
                     time.sleep(0.05)
-                if one.poll() is not None:
+                if server.poll() is not None:
                     raise RuntimeError(f"the agent ended: {(folder / 'log').read_text()[-500:]}")
-            looks.append(resident.memory(one.pid))
+            looks.append(resident.memory(server.pid))
         return Steady(scans=int(count.read_text()), requests=sent, errors=errors, looks=tuple(looks))
 
 
@@ -150,9 +150,9 @@ def request_all(port: int) -> int:
     wrong = 0
     for path in ENDPOINTS:
         expected = 404 if path == "/nowhere" else 400 if path.endswith("nobody") else 200
-        one = resident.Client(port, path)
-        wrong += sum(one.fetch() != expected for _ in range(PER_ENDPOINT))
-        one.socket.close()
+        client = resident.Client(port, path)
+        wrong += sum(client.fetch() != expected for _ in range(PER_ENDPOINT))
+        client.socket.close()
     return wrong
 
 
@@ -170,9 +170,9 @@ def published(folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str], C
         )  # fmt: skip
 
 
-def row(name: str, value: str, aim: str = "", held: bool | None = None) -> None:
+def row(name: str, value: str, aim: str = "", is_met: bool | None = None) -> None:
     """Print one line of the table. `held` is None for a figure without an aim."""
-    met = {True: "yes", False: "NO", None: ""}[held]
+    met = {True: "yes", False: "NO", None: ""}[is_met]
     print(f"| {name} | {value} | {aim} | {met} |", flush=True)
 
 
@@ -192,8 +192,8 @@ def table(folder: Path, root: str, environment: Mapping[str, str]) -> None:
         f"{paged.resident:.1f} MiB, RSS of both {paged.both:.1f}, PSS {paged.pss:.1f}")  # fmt: skip
     row(f"CPU of a scan every {SCAN_SECONDS:.0f} s", f"{spent / SCAN_SECONDS:.3%} of a core ({spent * 1e3:.0f} ms)",
         "0.2 %", spent / SCAN_SECONDS < 0.002)  # fmt: skip
-    with published(folder) as (options, more, begun):
-        loud, _, _ = at_rest(folder, "--root", root, *options, environment={**environment, **more}, begun=begun)
+    with published(folder) as (options, variables, begun):
+        loud, _, _ = at_rest(folder, "--root", root, *options, environment={**environment, **variables}, begun=begun)
     row("publishing: PSS of both", f"{loud.pss:.1f} MiB", f"{PUBLISHING} MiB", loud.pss <= PUBLISHING)
     row("publishing: RSS of the agent process; RSS of both", f"{loud.resident:.1f}; {loud.both:.1f} MiB")
     with contextlib.suppress(FileNotFoundError), resident.exporter() as (pid, port):
@@ -213,13 +213,13 @@ def main() -> int:
         folder = Path(name)
         root, environment = resident.restore(folder)
         table(folder, root, environment)
-        found = steady(folder, root, environment, scans=scans, requests=requests)
-    mib, descriptors = found.grown()
-    print(f"\n{found.scans} scans; {found.requests} requests, {found.errors} with a wrong answer. Growth since the "
+        growth = steady(folder, root, environment, scans=scans, requests=requests)
+    mib, descriptors = growth.grown()
+    print(f"\n{growth.scans} scans; {growth.requests} requests, {growth.errors} with a wrong answer. Growth since the "
           f"first third: {mib:+.1f} MiB, {descriptors:+d} descriptors. RSS of both processes in MiB: "
-          + " ".join(f"{look.both:.1f}" for look in found.looks)
-          + "; descriptors: " + " ".join(str(look.descriptors) for look in found.looks))  # fmt: skip
-    return int(found.errors > 0)
+          + " ".join(f"{look.both:.1f}" for look in growth.looks)
+          + "; descriptors: " + " ".join(str(look.descriptors) for look in growth.looks))  # fmt: skip
+    return int(growth.errors > 0)
 
 
 if __name__ == "__main__":

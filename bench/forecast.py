@@ -62,12 +62,12 @@ PRIOR: Constants = {**DEFAULT, **_TABLE["start"]}
 
 def read_off_without(source: str) -> dict[str, float]:
     """Return the constants that were read off this source, with their values without it."""
-    found = {}
+    factors = {}
     for name, row in _TABLE["read_off"].items():
         others = [value for of, value in row["sources"].items() if of != source]
         if source in row["sources"]:
-            found[name] = statistics.geometric_mean(others) if others else row["without"]
-    return found
+            factors[name] = statistics.geometric_mean(others) if others else row["without"]
+    return factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +141,13 @@ def _sum_tensors(parts: MemoryParts) -> float:
 
 def _memory(row: Row, layout: Layout, *, first_stage: bool = False) -> MemoryParts:
     """Return the memory at the peak of the fullest rank: in a micro-batch, in loading, or in the optimizer's step."""
-    made = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
-    loaded = made.weights + row.stack.bytes_outside_passes(share_of(row.model, row.train, layout))
-    if loaded + made.gathered <= _sum_tensors(made):
-        return made
-    fragmentation = (loaded + made.gathered) * (FRAGMENTATION - 1.0)
-    return MemoryParts(weights=loaded, gathered=made.gathered, fragmentation=fragmentation, reserved=made.reserved,
-                       context=made.context)  # fmt: skip
+    parts = memory_parts(row.model, row.train, layout, row.stack.engine, first_stage=first_stage)
+    loaded = parts.weights + row.stack.bytes_outside_passes(share_of(row.model, row.train, layout))
+    if loaded + parts.gathered <= _sum_tensors(parts):
+        return parts
+    fragmentation = (loaded + parts.gathered) * (FRAGMENTATION - 1.0)
+    return MemoryParts(weights=loaded, gathered=parts.gathered, fragmentation=fragmentation, reserved=parts.reserved,
+                       context=parts.context)  # fmt: skip
 
 
 def _needed(row: Row, layout: Layout) -> float:
@@ -160,8 +160,8 @@ def _ways(row: Row, layout: Layout) -> list[float]:
     each rank holds the whole model while it loads its shard."""
     layouts = _heavier(row, layout)
     if row.stack.known:
-        found = [_needed(row, each) for each in layouts]
-        return found + [needed - _saved_by_few_bits(row, layout) for needed in found]
+        sizes = [_needed(row, each) for each in layouts]
+        return sizes + [needed - _saved_by_few_bits(row, layout) for needed in sizes]
     fused = [_needed(row, replace(each, fused_cross_entropy=True)) for each in layouts]
     return fused + [
         max(_loading(row, layout), _needed(row, replace(each, fused_cross_entropy=False))) for each in layouts
@@ -206,9 +206,9 @@ def as_run(row: Row) -> Layout:
         light = replace(row.layout, checkpointing="none")
         choice = "none" if _needed(row, light) <= row.gpu.memory_bytes else choice
     options = _heavier(row, replace(row.layout, checkpointing=choice))
-    most = CERTAINLY_TOO_LARGE * row.gpu.memory_bytes
+    largest = CERTAINLY_TOO_LARGE * row.gpu.memory_bytes
     return next(
-        (option for option in options if _needed(row, option) - _saved_by_few_bits(row, option) <= most), options[-1]
+        (option for option in options if _needed(row, option) - _saved_by_few_bits(row, option) <= largest), options[-1]
     )
 
 
@@ -222,11 +222,11 @@ def searched(row: Row, constants: Constants = DEFAULT) -> Layout:
     """Return the layout of a row that states none: the planner's choice for this batch."""
     engine = row.stack.engine
     able = replace(row, stack=replace(row.stack, engine=replace(engine, methods=frozenset({"full", "lora", "qlora"}))))
-    found = search(Planned(
+    result = search(Planned(
         job=_job(able, row.precision, constants), world=row.layout.world_size, global_batch=row.layout.global_batch,
         precision=row.precision, capacity=row.gpu.memory_bytes,
     ))  # fmt: skip
-    return found.best[0].layout if found.best else row.layout
+    return result.best[0].layout if result.best else row.layout
 
 
 Reading = tuple[Job, Layout, StepParts]
@@ -234,23 +234,23 @@ Reading = tuple[Job, Layout, StepParts]
 
 def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, list[Reading]]:
     """Return the step time in seconds, and one forecast for each precision that the row leaves open."""
-    found: list[Reading] = []
+    readings: list[Reading] = []
     variants: list[tuple[Precision, Gpu]] = [(precision, row.gpu) for precision in row.precisions]
     if row.four_bits and row.gpu.matmul_fp8:
         variants.append(("fp8", replace(row.gpu, matmul_fp8=FOUR_BITS * row.gpu.matmul_fp8)))
     for precision, gpu in variants:
-        at = layout if precision == layout.precision else replace(layout, precision=precision)
+        variant = layout if precision == layout.precision else replace(layout, precision=precision)
         job = _job(row, precision, constants, gpu)
-        found.append((job, at, step_parts(job, at)))
-    times = [parts.total for _, _, parts in found]
-    return math.sqrt(min(times) * max(times)), found
+        readings.append((job, variant, step_parts(job, variant)))
+    times = [parts.total for _, _, parts in readings]
+    return math.sqrt(min(times) * max(times)), readings
 
 
-def left_open(found: Sequence[Reading]) -> tuple[float, float]:
+def left_open(readings: Sequence[Reading]) -> tuple[float, float]:
     """Return what assumed rates and an unstated precision add to sigma (below, above)."""
-    times = [parts.total for _, _, parts in found]
+    times = [parts.total for _, _, parts in readings]
     between = math.log(max(times) / min(times)) / 2.0
-    below, above = zip(*(sigmas_of_rates(*reading) for reading in found), strict=True)
+    below, above = zip(*(sigmas_of_rates(*reading) for reading in readings), strict=True)
     return math.hypot(max(below), between), math.hypot(max(above), between)
 
 
@@ -400,16 +400,16 @@ def learned(result: LeftOut, without: str | None = None) -> Widths:
     """Learn the widths of intervals from all sources, or from all except one."""
     answers = [a for a in result.answers if a.scored and a.row.source != without]
     shipped = [a for a in result.shipped if a.row.source != without]
-    known = [a for a in answers if not a.row.assumed_much]  # whose times do not depend on assumed settings
-    scaled = [Sample(source=a.row.source, error=math.log(ratio)) for a, ratio in with_scalar(known)]
+    certain = [a for a in answers if not a.row.assumed_much]  # whose times do not depend on assumed settings
+    scaled = [Sample(source=a.row.source, error=math.log(ratio)) for a, ratio in with_scalar(certain)]
     by_method = groups_of((a for a in shipped if a.row.memory_bytes), lambda a: a.row.train.method)
     memory = {
         method: width([Sample(source=a.row.source, error=math.log(a.memory_ratio)) for a in members])
         for method, members in sorted(by_method.items())
     }
-    pair, same = (spread(found) for found in pairs(answers))
+    pair, same = (spread(samples) for samples in pairs(answers))
     return Widths(
-        kinds=learn([a.sample for a in known]), calibrated=width(scaled), memory=memory, pair=pair, pair_same=same,
+        kinds=learn([a.sample for a in certain]), calibrated=width(scaled), memory=memory, pair=pair, pair_same=same,
     )  # fmt: skip
 
 
@@ -423,10 +423,10 @@ def as_shipped(rows: Sequence[Row]) -> list[Answer]:
 
 def groups_of(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """Group the items by their key, in their order."""
-    found: dict[Key, list[Item]] = defaultdict(list)
+    groups: dict[Key, list[Item]] = defaultdict(list)
     for item in items:
-        found[key(item)].append(item)
-    return found
+        groups[key(item)].append(item)
+    return groups
 
 
 def with_scalar(answers: Sequence[Answer]) -> list[tuple[Answer, float]]:
@@ -450,9 +450,9 @@ Table = Callable[[str], Widths]  # by source
 
 def coverage(answers: Sequence[Answer], table: Table, missed: int = 0) -> float:
     """Return the share of measured times in the 80 % interval. `missed` further rows count as outside."""
-    found = len(answers) + missed
+    count = len(answers) + missed
     covered = sum(inside(a.sample, table(a.row.source).kinds[a.kind]) for a in answers)
-    return covered / found if found else math.nan
+    return covered / count if count else math.nan
 
 
 _SAME = ("source", "framework", "model", "params_b", "kind", "seq", "gpu", "world", "gbs", "precision", "compile",
@@ -469,8 +469,8 @@ def regrets(answers: Sequence[Answer]) -> list[tuple[float, str]]:
     out = []
     for key, members in groups_of(answers, lambda a: same_job(a.row)).items():
         if len({m.row.layout for m in members}) > 1:
-            chosen = simplest(members[0].job, [m.candidate for m in members])
-            first = next(m for m in members if m.candidate is chosen)
+            simple = simplest(members[0].job, [m.candidate for m in members])
+            first = next(m for m in members if m.candidate is simple)
             best = min(m.row.seconds or math.inf for m in members)
             out.append(((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}"))
     return out
@@ -481,21 +481,21 @@ NORMAL_MEDIAN = 0.6745  # median of |x| over its standard deviation
 
 def pairs(answers: Iterable[Answer]) -> tuple[list[Sample], list[Sample]]:
     """Return errors of the ratio of two forecasts of one job: for layouts of different and of the same degrees."""
-    found: tuple[list[Sample], list[Sample]] = ([], [])
+    samples: tuple[list[Sample], list[Sample]] = ([], [])
     jobs = groups_of(answers, lambda a: same_job(a.row)).values()
     for a, b in (pair for members in jobs for pair in combinations(members, 2)):
         if a.row.layout != b.row.layout:
             same = degrees_of(a.row.layout) == degrees_of(b.row.layout)
-            found[same].append(Sample(source=a.row.source, error=abs(math.log(a.ratio / b.ratio))))
-    return found
+            samples[same].append(Sample(source=a.row.source, error=abs(math.log(a.ratio / b.ratio))))
+    return samples
 
 
-def spread(found: Sequence[Sample]) -> float:
+def spread(samples: Sequence[Sample]) -> float:
     """Estimate the standard deviation from the median. Each source has the weight of the root of its pairs."""
-    if not found:
+    if not samples:
         return math.nan
-    count = Counter(sample.source for sample in found)
-    ordered = sorted((sample.error, 1.0 / math.sqrt(count[sample.source])) for sample in found)
+    count = Counter(sample.source for sample in samples)
+    ordered = sorted((sample.error, 1.0 / math.sqrt(count[sample.source])) for sample in samples)
     below = list(accumulate(weight for _, weight in ordered))
     return round(ordered[bisect_left(below, below[-1] / 2.0)][0] / NORMAL_MEDIAN, 3)
 
@@ -523,8 +523,8 @@ def _by_source(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
 def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]], float]) -> float:
     """Return the mean of a score over the sources with at least LEAST_OF_A_SOURCE rows."""
     scores = [score(members) for members in _by_source(answers).values() if len(members) >= LEAST_OF_A_SOURCE]
-    known = [value for value in scores if not math.isnan(value)]
-    return statistics.mean(known) if known else math.nan
+    values = [value for value in scores if not math.isnan(value)]
+    return statistics.mean(values) if values else math.nan
 
 
 def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
@@ -540,13 +540,13 @@ def print_rows(answers: Sequence[Answer], unread: Sequence[Unread]) -> None:
         ))  # fmt: skip
     _print_table("Rows", lines)
     print()
-    for what, reasons in (
+    for kind, reasons in (
         ("not placed", [re.sub(r"^model '.*?': ", "", u.why) for u in unread]),
         ("time set aside", [a.row.set_aside for a in answers if a.row.seconds and a.row.set_aside]),
         ("assumed in", [gap for a in answers for gap in a.row.assumed]),
     ):
         for reason, count in Counter(reasons).most_common():
-            print(f"- {what} {count}: {reason}")
+            print(f"- {kind} {count}: {reason}")
 
 
 def _time_error(members: Sequence[Answer]) -> float:
@@ -594,9 +594,9 @@ def print_kinds(result: LeftOut, shipped: Widths, table: Table) -> None:
     _print_table("Width of the interval by the kind of job", lines)
 
 
-def print_memory(answers: Sequence[Answer], known: Sequence[Answer], table: Table) -> None:
+def print_memory(answers: Sequence[Answer], of_known_stack: Sequence[Answer], table: Table) -> None:
     """Print the memory by source and method. `known` are the same rows with their stacks known."""
-    own = {a.row.name: a for a in known}
+    by_name = {a.row.name: a for a in of_known_stack}
     lines = [("source", "method", "rows", "error", "median ratio", "error, stack known", "ran", "of them refused",
               "OOM rows", "called safe")]  # fmt: skip
     for source in [*_by_source(answers), "all"]:
@@ -611,7 +611,7 @@ def print_memory(answers: Sequence[Answer], known: Sequence[Answer], table: Tabl
             ran = [a for a in members if a.ran]
             lines.append((
                 source, method, str(len(ratios)), _percent(error(ratios)), middle,
-                _percent(error([own[a.row.name].memory_ratio for a in measured])), str(len(ran)),
+                _percent(error([by_name[a.row.name].memory_ratio for a in measured])), str(len(ran)),
                 str(sum(a.is_refused(table(a.row.source)) for a in ran)), str(len(oom)),
                 str(sum(a.is_safe(table(a.row.source)) for a in oom)),
             ))  # fmt: skip
@@ -622,21 +622,21 @@ def print_constants(fitted: Constants) -> None:
     """Print each constant: start of the fit, value fitted to all sources, shipped value."""
     lines = [("constant", "start", "fitted on all", "shipped")]
     for name in FITTED:
-        start, found, shipped = (f"{c[name]:.3g}" for c in (PRIOR, fitted, DEFAULT))
-        lines.append((name, start, found, shipped))
+        start, fitted_value, shipped = (f"{c[name]:.3g}" for c in (PRIOR, fitted, DEFAULT))
+        lines.append((name, start, fitted_value, shipped))
     _print_table("Constants", lines)
 
 
 def print_summary(
-    how: str, answers: Sequence[Answer], known: Sequence[Answer], unread: Sequence[Unread], table: Table
+    how: str, answers: Sequence[Answer], shipped: Sequence[Answer], unread: Sequence[Unread], table: Table
 ) -> None:
     """Print the figures that docs/explanation/forecast.md cites: means over sources with enough rows, and counts."""
     scored = [a for a in answers if a.scored]
     mixtures = [a for a in scored if a.row.model.experts]
     missed, lost = Counter(u.source for u in unread if u.timed), sum(u.mixture for u in unread)
-    found = regrets(scored)
+    regret = regrets(scored)
     oom, ran = [a for a in answers if a.row.out_of_memory], [a for a in answers if a.ran]
-    own = {a.row.name: a for a in known}
+    by_name = {a.row.name: a for a in shipped}
 
     def memory(rows: Sequence[Answer], method: str) -> str:
         measured = [a for a in rows if a.row.memory_bytes and a.row.train.method == method]
@@ -653,23 +653,23 @@ def print_summary(
         "in the 80 % interval": _percent(
             mean_of_sources(scored, lambda m: coverage(m, table, missed[m[0].row.source]))
         ),
-        "regret, mean": _percent(statistics.mean(r for r, _ in found)) if found else "-",
-        "regret, worst": _percent(max(found)[0]) if found else "-",
+        "regret, mean": _percent(statistics.mean(r for r, _ in regret)) if regret else "-",
+        "regret, worst": _percent(max(regret)[0]) if regret else "-",
         **{f"memory, {method}": memory(answers, method) for method in ("full", "lora", "qlora")},
         **{
-            f"memory, {method}, stack known": memory([own[a.row.name] for a in answers], method)
+            f"memory, {method}, stack known": memory([by_name[a.row.name] for a in answers], method)
             for method in ("full", "lora", "qlora")
         },
         "out of memory, called safe": count(oom, Answer.is_safe),
-        "the same, stack known": count([own[a.row.name] for a in oom], Answer.is_safe),
+        "the same, stack known": count([by_name[a.row.name] for a in oom], Answer.is_safe),
         "ran, refused": count(ran, Answer.is_refused),
-        "the same, of known stacks": count([own[a.row.name] for a in ran], Answer.is_refused),
+        "the same, of known stacks": count([by_name[a.row.name] for a in ran], Answer.is_refused),
         "ran, called tight": count(ran, lambda a, w: not (a.is_safe(w) or a.is_refused(w))),
         "rows not placed": f"{len(unread)} of {len(unread) + len(answers)}",
     }  # fmt: skip
     _print_table("Summary", [("figure", how), *figures.items()])
-    if found:
-        print(f"\n- regret of {len(found)} groups of layouts of one job; worst: {max(found)[1]}")
+    if regret:
+        print(f"\n- regret of {len(regret)} groups of layouts of one job; worst: {max(regret)[1]}")
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
@@ -683,10 +683,10 @@ Forecasts of published runs, 2026-11-28. `python bench/forecast.py --write` writ
 def report(rows: Sequence[Row], unread: Sequence[Unread], result: LeftOut | None) -> None:
     """Print every table: with each source left out, or with the shipped constants if `result` is None."""
     if result:
-        answers, known, how = result.answers, result.shipped, "left out"
+        answers, shipped, how = result.answers, result.shipped, "left out"
         table = {source: learned(result, source) for source in {row.source for row in rows}}.__getitem__
     else:
-        answers = known = as_shipped(rows)
+        answers = shipped = as_shipped(rows)
         how, table = "as shipped", lambda _: widths()
     print_rows(answers, unread)
     scored = [a for a in answers if a.scored]
@@ -701,8 +701,8 @@ def report(rows: Sequence[Row], unread: Sequence[Unread], result: LeftOut | None
             if gone := read_off_without(source):
                 print(f"- left out with {source}: {', '.join(gone)}")
         print_kinds(result, learned(result), table)
-    print_memory(answers, known, table)
-    print_summary(how, answers, known, unread, table)
+    print_memory(answers, shipped, table)
+    print_summary(how, answers, shipped, unread, table)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -48,12 +48,12 @@ def main() -> int:
     until = clock() + options.seconds
     while (left := until - clock()) > 0:
         for turn in turns:
-            ran, found = _turn(turn, min(TURN_SECONDS, max(1.0, left / len(turns))), options.runs)
+            ran, crashes = _turn(turn, min(TURN_SECONDS, max(1.0, left / len(turns))), options.runs)
             inputs += ran
-            findings += found
+            findings += crashes
             print(f"{inputs} inputs, {_cpu_seconds():.0f} s of CPU, {len(findings)} findings {findings}", flush=True)
-            if options.runs or (found and not options.go_on):
-                return int(bool(found))
+            if options.runs or (crashes and not options.go_on):
+                return int(bool(crashes))
     return 1 if findings else 0
 
 
@@ -112,36 +112,36 @@ def _turn(turn: str, seconds: float, runs: int) -> tuple[int, list[str]]:
     return int(ran[1]) if ran else 0, new if done.returncode else []
 
 
-def _child(turn: str, rest: Sequence[str]) -> int:
+def _child(turn: str, options: Sequence[str]) -> int:
     import atheris
 
     with atheris.instrument_imports(include=list(PACKAGES)):
         import fuzz_targets
 
-        found = fuzz_targets.targets()
-        chosen = [found[name] for name in turn.split(",")]
-        for target in chosen:  # run the seeds first, so that modules that a reader imports late are instrumented too
+        targets = fuzz_targets.targets()
+        selected = [targets[name] for name in turn.split(",")]
+        for target in selected:  # run the seeds first, so that modules that a reader imports late are instrumented too
             for seed in target.seeds:
                 fuzz_targets.check(target, seed)
-    folder, written = Path(rest[0]), []
-    for number, target in enumerate(chosen):
-        for at, seed in enumerate(target.seeds):
-            written.append(folder / f"seed-{number}-{at}")
-            written[-1].write_bytes((bytes([number]) if len(chosen) > 1 else b"") + seed)
-    if any(word.startswith("-seed_inputs=@") for word in rest):
+    folder, written = Path(options[0]), []
+    for number, target in enumerate(selected):
+        for index, seed in enumerate(target.seeds):
+            written.append(folder / f"seed-{number}-{index}")
+            written[-1].write_bytes((bytes([number]) if len(selected) > 1 else b"") + seed)
+    if any(word.startswith("-seed_inputs=@") for word in options):
         (folder / SEEDS).write_text(",".join(map(str, written)))
-        rest = rest[1:]  # without the folder, whose files libFuzzer would also read, in an order that varies
+        options = options[1:]  # without the folder, whose files libFuzzer would also read, in an order that varies
 
     def one(data: bytes) -> None:
         began = time.process_time()
-        if len(chosen) == 1:
-            fuzz_targets.check(chosen[0], data)
+        if len(selected) == 1:
+            fuzz_targets.check(selected[0], data)
         elif data:
-            fuzz_targets.check(chosen[data[0] % len(chosen)], data[1:])
+            fuzz_targets.check(selected[data[0] % len(selected)], data[1:])
         if time.process_time() - began > SLOW_SECONDS:
             raise TimeoutError(f"the input took {time.process_time() - began:.0f} s of CPU time")
 
-    atheris.Setup([sys.argv[0], *rest], one)
+    atheris.Setup([sys.argv[0], *options], one)
     os.environ["PYTHONUNBUFFERED"] = "1"
     atheris.Fuzz()
     return 0

@@ -235,9 +235,9 @@ def _report() -> Any:
 
 @cache
 def _machine() -> Any:
-    found = pack_facts(_scanned())
-    assert found is not None  # noqa: S101 - a small machine
-    return json.loads(gzip.decompress(base64.b64decode(found)))
+    packed = pack_facts(_scanned())
+    assert packed is not None  # noqa: S101 - a small machine
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
 
 
 NCCL_LOG, ALIASES, ENVIRONMENT, LAYOUT_ERRORS = (
@@ -257,12 +257,12 @@ def _text(data: bytes) -> str:
 )  # fmt: skip
 def nccl_log(data: bytes) -> object:
     """Evidence and verdict from a training log: as one file, and as two halves, the second compressed."""
-    read = evidence.read_files([io.BytesIO(data)])
-    evidence.exit_code(read)
+    result = evidence.read_files([io.BytesIO(data)])
+    evidence.exit_code(result)
     half = len(data) // 2
     halves = evidence.read_files([io.BytesIO(data[:half]), io.BytesIO(gzip.compress(data[half:], 1))])
     evidence.exit_code(halves)
-    return json.dumps([evidence.to_json(read), evidence.to_json(halves)])
+    return json.dumps([evidence.to_json(result), evidence.to_json(halves)])
 
 
 @reads(seed("topo.txt"), errors=(TopologyFileError,))
@@ -317,15 +317,15 @@ def job_plan(data: bytes) -> object:
 def environment(data: bytes) -> object:
     """Environment variables in every kind of text, checked by the rules of lint-env."""
     kind = (None, *KINDS)[data[0] % (len(KINDS) + 1)] if data else None
-    found = read_text(_text(data[1:]), kind).environments
-    return [lint(each) for each in found]
+    environments = read_text(_text(data[1:]), kind).environments
+    return [lint(each) for each in environments]
 
 
 @reads(seed("pod.json"), ALIASES, errors=(EnvironmentTextError,), stepped=True)
 def manifest(data: bytes) -> object:
     """Environment variables in a manifest, checked for NCCL 2.27.7."""
-    found = read_text(_text(_json(lambda: document_of("pod"), data)), "yaml").environments
-    return [lint(each, nccl_version=(2, 27, 7)) for each in found]
+    environments = read_text(_text(_json(lambda: document_of("pod"), data)), "yaml").environments
+    return [lint(each, nccl_version=(2, 27, 7)) for each in environments]
 
 
 @reads(b"\0" + b'{"kind": "topoflight-recording"}', errors=(RecordingError,), stepped=True)
@@ -333,8 +333,8 @@ def recording(data: bytes) -> object:
     """A recording, from the file to the JSON documents: scan, topology, checks, metrics."""
     name = _SMALL[data[1] % len(_SMALL)] if len(data) > 1 else _SMALL[0]
     host = load(_file("recording.json", _json(lambda: _recording(name), data[:1] + data[2:])))
-    found = scan(host, ALL)
-    view = build_view((found,))
+    snapshot = scan(host, ALL)
+    view = build_view((snapshot,))
     metrics.expose(view, "")
     return to_document({"checks": view.checks, "snapshots": view.snapshots, "topologies": view.topologies})
 
@@ -350,16 +350,16 @@ def outcome(data: bytes) -> object:
 def network_status(data: bytes) -> object:
     """The network-status annotation, by itself and in a file of annotations."""
     text = _text(_json(lambda: document_of("network_status"), data))
-    found = find_annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
+    annotation = find_annotation(f"k8s.v1.cni.cncf.io/network-status={text}")
     find_annotation(text)
-    return parse_network_status(found or text)
+    return parse_network_status(annotation or text)
 
 
 @reads(b'{"checks": []}', errors=(GateError,), stepped=True)
 def baseline(data: bytes) -> object:
     """A baseline: a report, or a recording."""
-    found = read_baseline(_file("report.json", _json(_report, data)))
-    return compare_with_baseline((), found.statuses)
+    result = read_baseline(_file("report.json", _json(_report, data)))
+    return compare_with_baseline((), result.statuses)
 
 
 @reads(b"{}", errors=(ValueError,), stepped=True)
@@ -377,9 +377,9 @@ def machine(data: bytes) -> object:
     return json.dumps([make_row(record, 0.0) for record in fleet.records()], allow_nan=False)
 
 
-def _served(bench: Any = None, bench_at_seconds: float | None = None, **more: Any) -> object:
+def _served(bench: Any = None, bench_at_seconds: float | None = None, **members: Any) -> object:
     """Write the metrics, the page and the JSON document of the agent."""
-    view = with_bench(build_view(_view().snapshots, **more), bench, bench_at_seconds)
+    view = with_bench(build_view(_view().snapshots, **members), bench, bench_at_seconds)
     metrics.expose(view, "")
     pages.render_node_page(view, None, "", trouble=None)
     return to_document({"bench": view.bench, "runs": view.runs, "checks": view.checks})
@@ -450,8 +450,8 @@ def flight_recorder(data: bytes) -> object:
 @reads(seed("ras.json"), seed("ras.txt"), errors=(ras.RasError,), stepped=True)
 def ras_answer(data: bytes) -> object:
     """The response of NCCL RAS, and the ranks that are behind in it."""
-    found = ras.read(_json(lambda: document_of("ras"), data))
-    return [ras.behind(comm) for comm in found.comms]
+    report = ras.read(_json(lambda: document_of("ras"), data))
+    return [ras.behind(comm) for comm in report.comms]
 
 
 @reads(b"{}", seed("watchdog.log"), seed("watched.log"))

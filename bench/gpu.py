@@ -125,14 +125,14 @@ class Tier:
             *((f"Fine-tune: {name}", lambda name=name, more=more: self.fine_tune(name, more)) for name, more in runs),
         ]
 
-    def left(self, most: float) -> float:
+    def left(self, limit: float) -> float:
         """Return the seconds for a step: `most`, or the rest of the time if that is less."""
-        return max(1.0, min(most, self.ends - time.monotonic()))
+        return max(1.0, min(limit, self.ends - time.monotonic()))
 
-    def call(self, *command: str, most: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def call(self, *command: str, limit: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command until it ends or its time is over."""
         return subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, timeout=self.left(most), check=False,
+            command, capture_output=True, text=True, cwd=ROOT, timeout=self.left(limit), check=False,
             env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         )  # fmt: skip
 
@@ -141,11 +141,11 @@ class Tier:
         if shutil.which("nvidia-smi") is None:
             yield "cells", "not run: nvidia-smi is not installed"
             return
-        text = self.call("nvidia-smi", "topo", "-m", most=30).stdout
+        text = self.call("nvidia-smi", "topo", "-m", limit=30).stdout
         theirs, ours = parse(text, "nvidia-smi topo -m"), build(read_snapshots((), ALL)[0])
-        own, wrong = Pairs(ours.pairs), []
+        labels, wrong = Pairs(ours.pairs), []
         for pair in theirs.pairs:
-            label = own.label(pair.a, pair.b)
+            label = labels.label(pair.a, pair.b)
             if label != pair.label:
                 wrong.append(f"{pair.a}-{pair.b}: nvidia-smi {pair.label}, scan {label}")
         yield "GPUs", f"nvidia-smi {len(theirs.gpus)}, scan {len(ours.gpus)}"
@@ -157,17 +157,17 @@ class Tier:
             ops=("all_gather",), sizes_bytes=(self.size,), distinct_hosts=not self.cpu, environment=self.one_gpu,
             budget_seconds=self.left(40), lock_path=str(self.folder / "lock"), force=True,
         )  # fmt: skip
-        found = bench.run(spec)
-        for problem in found.problems:
+        result = bench.run(spec)
+        for problem in result.problems:
             yield "problem", problem
-        ours = [m.busbw_bytes_per_second for m in found.measurements if m.verified]
+        ours = [m.busbw_bytes_per_second for m in result.measurements if m.verified]
         yield "all_gather", f"{ours[0] / 1e9:.3f} GB/s bus bandwidth, verified" if ours else "not verified"
-        if found.evidence is not None:
-            yield "transport", f"{found.evidence.inter_node_transport}, GPUDirect RDMA {found.evidence.gdrdma}"
+        if result.evidence is not None:
+            yield "transport", f"{result.evidence.inter_node_transport}, GPUDirect RDMA {result.evidence.gdrdma}"
         script = self.folder / "bare.py"
         script.write_text(BARE)
         ranks = f"{APART}{sys.executable} {script} {self.size} {'cpu' if self.cpu else 'cuda'}"
-        done = self.call(sys.executable, *TORCHRUN, "2", "bash", "-c", ranks, most=90, env=self.one_gpu)
+        done = self.call(sys.executable, *TORCHRUN, "2", "bash", "-c", ranks, limit=90, env=self.one_gpu)
         lines = [line for line in done.stdout.splitlines() if line.startswith("BARE ")]
         if not lines:
             yield "torch alone", f"failed: {_last(done.stderr)}"
@@ -180,27 +180,27 @@ class Tier:
         """Calibrate GEMMs and one layer."""
         limits = ["--budget", str(int(self.left(40 if self.cpu else 60))), "-f", str(self.folder / "calibration.json")]
         model = "tiny-llama" if self.cpu else "Llama-3.2-1B"
-        done = self.call(sys.executable, "-m", "agent.cli", "calibrate", "--model", model, *limits, most=150)
+        done = self.call(sys.executable, "-m", "agent.cli", "calibrate", "--model", model, *limits, limit=150)
         if done.returncode:
             yield model, f"failed: {_last(done.stderr)}"
             return
-        found = json.loads((self.folder / "calibration.json").read_text())
-        yield "GPU", f"{found['device']}, {found['precision']}"
-        yield "GEMM", f"{found['gemm_flops_per_second'] / 1e12:.3g} TFLOP/s"
+        result = json.loads((self.folder / "calibration.json").read_text())
+        yield "GPU", f"{result['device']}, {result['precision']}"
+        yield "GEMM", f"{result['gemm_flops_per_second'] / 1e12:.3g} TFLOP/s"
 
     def layouts(self) -> Iterator[Row]:
         """Compare the losses of each layout with those of one rank, for the same weights and rows. All run at once."""
         runs: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
         losses: dict[str, run_record.Loss] = {}
-        for name, one in list(LAYOUTS.items())[: 2 if self.cpu else None]:
+        for name, case in list(LAYOUTS.items())[: 2 if self.cpu else None]:
             out = self.folder / name.replace(" ", "-")
             out.mkdir()
-            file = config_file(self.folder, {**one.get("settings", {}), "output_dir": str(out)}, model="layouts")
+            file = config_file(self.folder, {**case.get("settings", {}), "output_dir": str(out)}, model="layouts")
             if not runs:
                 write_weights(self.folder / "layouts", cpu=self.cpu)
-            layout = {**one["layout"], "precision": "fp32" if self.cpu else "bf16"}
+            layout = {**case["layout"], "precision": "fp32" if self.cpu else "bf16"}
             plan = {"config": json.loads(file.read_text()), "layout": layout}
-            (out / "plan.json").write_text(json.dumps({**plan, "trl": plan["config"]} if one.get("trl") else plan))
+            (out / "plan.json").write_text(json.dumps({**plan, "trl": plan["config"]} if case.get("trl") else plan))
             command = f"{APART}{sys.executable} -m finetune.train --plan {out}/plan.json"
             with (out / "log").open("wb") as log:
                 runs.append((name, out, subprocess.Popen(
@@ -224,21 +224,21 @@ class Tier:
             apart = ", ".join(f"{one} ({one / other - 1:+.1e})" if one and other else str(one) for one, other in pairs)
             yield name, f"{_ending(record)}; {record.placements}; first and last loss {apart}"
 
-    def fine_tune(self, name: str, more: dict[str, Any]) -> Iterator[Row]:
+    def fine_tune(self, name: str, settings: dict[str, Any]) -> Iterator[Row]:
         """Run a short fine-tune with `launch`, and compare each measured quantity with its forecast."""
-        flash = more.get("attn_implementation") == "flash_attention_2"
-        for package, needed in (("flash_attn", flash), ("bitsandbytes", more.get("load_in_4bit"))):
+        flash = settings.get("attn_implementation") == "flash_attention_2"
+        for package, needed in (("flash_attn", flash), ("bitsandbytes", settings.get("load_in_4bit"))):
             if needed and find_spec(package) is None:
                 yield "step", f"not run: {package} is not installed"
                 return
         out = self.folder / name.replace(" ", "-").replace(",", "")
-        model = "cpu" if self.cpu else more.get("model", "gpu")
-        file = config_file(self.folder, more, model=model)
+        model = "cpu" if self.cpu else settings.get("model", "gpu")
+        file = config_file(self.folder, settings, model=model)
         if not [*(self.folder / model).glob("*.safetensors")]:
             write_weights(self.folder / model, cpu=self.cpu)
         done = self.call(
             sys.executable, "-m", "agent.cli", "launch", "--ranks", "1", "--no-preflight", "--config",
-            str(file), "--output", str(out), *more.get("options", ()), most=200,
+            str(file), "--output", str(out), *settings.get("options", ()), limit=200,
         )  # fmt: skip
         try:
             record = run_record.read(out / "run.json")
@@ -250,8 +250,8 @@ class Tier:
             yield "ran", record.placements
         for one in record.comparison:
             word = {True: "inside", False: "outside", None: "unknown"}[one.within]
-            due = f"{one.forecast.low:.4g} to {one.forecast.high:.4g}" if one.forecast else "none"
-            yield one.quantity.replace("_", " "), f"{one.measured:.4g}, forecast {due}: {word}"
+            interval = f"{one.forecast.low:.4g} to {one.forecast.high:.4g}" if one.forecast else "none"
+            yield one.quantity.replace("_", " "), f"{one.measured:.4g}, forecast {interval}: {word}"
         if record.communication is not None and record.communication.exposed_share is not None:
             yield "exposed communication", f"{record.communication.exposed_share:.0%} of the profiled steps"
 

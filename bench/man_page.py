@@ -28,8 +28,8 @@ def escaped(text: str) -> str:
 def options(command: click.Command) -> Iterator[str]:
     """Yield the options and arguments of a verb as --help shows them."""
     context = click.Context(command, max_content_width=10_000, terminal_width=10_000)
-    for one in command.params:
-        if (record := one.get_help_record(context)) is not None:
+    for parameter in command.params:
+        if (record := parameter.get_help_record(context)) is not None:
             yield f".TP\n\\fB{escaped(record[0])}\\fR\n{escaped(record[1]) or 'Argument, described above.'}"
 
 

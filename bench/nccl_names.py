@@ -61,12 +61,12 @@ def sections(data: bytes) -> dict[str, Section]:
     (headers,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names = struct.unpack_from("<HHH", data, 0x3A)
     rows = [struct.unpack_from("<IIQQQQ", data, headers + index * size) for index in range(count)]
-    found = {}
+    result = {}
     for name, _kind, _flags, address, offset, length in rows:
         start = rows[names][4] + name
         title = data[start : data.index(b"\0", start)].decode()
-        found[title] = Section(address=address, offset=offset, size_bytes=length)
-    return found
+        result[title] = Section(address=address, offset=offset, size_bytes=length)
+    return result
 
 
 def functions(data: bytes, parts: dict[str, Section]) -> dict[int, str]:
@@ -74,13 +74,13 @@ def functions(data: bytes, parts: dict[str, Section]) -> dict[int, str]:
     if ".symtab" not in parts:
         return {}
     table, texts = parts[".symtab"], parts[".strtab"]
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for offset in range(table.offset, table.offset + table.size_bytes, 24):
         name, info, _other, _section, value, _size = struct.unpack_from("<IBBHQQ", data, offset)
         if info & 15 == _FUNCTION:
             start = texts.offset + name
-            found.setdefault(value, data[start : data.index(b"\0", start)].decode("ascii", "replace"))
-    return found
+            names.setdefault(value, data[start : data.index(b"\0", start)].decode("ascii", "replace"))
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ def names_of_library(data: bytes) -> dict[str, Read]:
     parts = sections(data)
     text, constants = parts[".text"], parts[".rodata"]
     body = data[constants.offset : constants.offset + constants.size_bytes]
-    wanted = {constants.address + match.start(): match.group().decode() for match in _NAME.finditer(body)}
-    known = functions(data, parts)
+    constants_by_address = {constants.address + match.start(): match.group().decode() for match in _NAME.finditer(body)}
+    called = functions(data, parts)
     code = data[text.offset : text.offset + text.size_bytes]
     sites: dict[str, list[Read]] = {}
     for match in _LEA.finditer(code):
@@ -105,20 +105,20 @@ def names_of_library(data: bytes) -> dict[str, Read]:
         if start + _LEA_BYTES > len(code):
             break
         target = text.address + start + _LEA_BYTES + struct.unpack_from("<i", code, start + 3)[0]
-        if target in wanted:
-            sites.setdefault(wanted[target], []).append(_read_at(code, start, text.address, known))
-    found = {}
+        if target in constants_by_address:
+            sites.setdefault(constants_by_address[target], []).append(_read_at(code, start, text.address, called))
+    names = {}
     for name, reads in sites.items():
-        kind = next((read.kind for read in reads if read.kind), "")
-        shown = Counter(read.default for read in reads if read.default)
-        found[name] = Read(kind=kind, default=max(shown, key=shown.__getitem__, default=""))
-    return found
+        kind = next((site.kind for site in reads if site.kind), "")
+        defaults = Counter(site.default for site in reads if site.default)
+        names[name] = Read(kind=kind, default=max(defaults, key=defaults.__getitem__, default=""))
+    return names
 
 
-def _read_at(code: bytes, start: int, address: int, known: Mapping[int, str]) -> Read:
+def _read_at(code: bytes, start: int, address: int, names: Mapping[int, str]) -> Read:
     for at in range(start + _LEA_BYTES, min(start + _NEAR_BYTES, len(code) - 5)):
         if code[at] in _CALLS:
-            called = known.get(address + at + 5 + struct.unpack_from("<i", code, at + 1)[0])
+            called = names.get(address + at + 5 + struct.unpack_from("<i", code, at + 1)[0])
             if called is not None:
                 number = "ncclLoadParam" in called
                 return Read(kind="integer" if number else "text", default=_default(code, start, at) if number else "")
@@ -128,19 +128,19 @@ def _read_at(code: bytes, start: int, address: int, known: Mapping[int, str]) ->
 def _default(code: bytes, start: int, end: int) -> str:
     """Return the constant of the second argument that is set nearest to the name; "" if there is none."""
     first = max(0, start - _BEFORE_BYTES)
-    shown: list[tuple[int, int]] = []
+    values: list[tuple[int, int]] = []
     for match in _SECOND.finditer(code, first, end):
-        low, wide, zero, whole = match[1], match[2], match[3], match[4]
+        low, wide, zero, number = match[1], match[2], match[3], match[4]
         if low is not None:
             value = int.from_bytes(low, "little")
-        elif wide is not None or whole is not None:
-            value = int.from_bytes(whole if wide is None else wide, "little", signed=True)
+        elif wide is not None or number is not None:
+            value = int.from_bytes(number if wide is None else wide, "little", signed=True)
         else:
             value = 0 if zero is not None else -1
-        shown.append((abs(match.start() - start), value))
-    if not shown:
+        values.append((abs(match.start() - start), value))
+    if not values:
         return ""
-    value = min(shown)[1]
+    value = min(values)[1]
     return "auto" if value == _UNDEFINED else str(value)
 
 
@@ -166,19 +166,19 @@ def read_all() -> None:
         file = CACHE / f"{version_text(version)}.json"
         if file.exists():
             continue
-        found = read_release(package, exact)
-        rows = {name: [read.kind, read.default] for name, read in found.items()}
+        names = read_release(package, exact)
+        rows = {name: [entry.kind, entry.default] for name, entry in names.items()}
         file.write_text(json.dumps(rows, indent=0, sort_keys=True), encoding="utf-8")
-        print(f"{package} {exact}: {len(found)} names")
+        print(f"{package} {exact}: {len(names)} names")
 
 
 def published() -> dict[Version, tuple[str, str]]:
     """Return the releases on the index, each with a package that has it and the exact version of this package."""
-    found: dict[Version, tuple[str, str]] = {}
+    releases: dict[Version, tuple[str, str]] = {}
     for package in PACKAGES:
         for exact in releases_on_index(package):
-            found.setdefault(parse_version(exact), (package, exact))
-    return found
+            releases.setdefault(parse_version(exact), (package, exact))
+    return releases
 
 
 def releases_on_index(package: str, timeout_seconds: float = 120.0) -> tuple[str, ...]:
@@ -194,25 +194,25 @@ def releases_on_index(package: str, timeout_seconds: float = 120.0) -> tuple[str
     return tuple(version.strip() for version in line[1].split(",")) if line else ()
 
 
-def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Read]]) -> dict[str, NcclName]:
+def merged(rows_before: Mapping[str, NcclName], releases: Mapping[Version, Mapping[str, Read]]) -> dict[str, NcclName]:
     """Merge the names that the libraries read, by release (`seen`), into the rows of the table.
 
     First and last releases that came from the tags of the source stay, because there are more tags than wheels.
     """
-    newest = max(seen)
+    newest = max(releases)
     by_name: dict[str, list[Version]] = {}
-    for version in sorted(seen):
-        for name in seen[version]:
+    for version in sorted(releases):
+        for name in releases[version]:
             by_name.setdefault(name, []).append(version)
-    rows = dict(known)
+    rows = dict(rows_before)
     for name, versions in by_name.items():
         old = rows.get(name)
-        kind = next((seen[each][name].kind for each in reversed(versions) if seen[each][name].kind), "")
-        default = "unset" if kind == "text" else seen[versions[-1]][name].default
+        kind = next((releases[each][name].kind for each in reversed(versions) if releases[each][name].kind), "")
+        default = "unset" if kind == "text" else releases[versions[-1]][name].default
         if old is not None and old.reader == "libnccl":  # the source of NCCL has no entry for it
             old = old._replace(kind=kind, default=default)
         elif old is None or old.status == "other":
-            first = None if versions[0] == min(seen) else versions[0]
+            first = None if versions[0] == min(releases) else versions[0]
             old = NcclName(
                 name=name, status="current", first=first, last=None, doc_class="internal", kind=kind,
                 default=default, reader="libnccl",
@@ -221,7 +221,7 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
             rows[name] = old._replace(status="current", last=None, kind=old.kind or kind)
         else:
             rows[name] = old._replace(status="removed", last=max(versions[-1], old.last or versions[-1]), kind="")
-    for name, row in known.items():
+    for name, row in rows_before.items():
         if row.status == "current" and name not in by_name:
             print(f"{name}: not found in any library; reader {row.reader}", file=sys.stderr)
     return rows
@@ -229,23 +229,23 @@ def merged(known: Mapping[str, NcclName], seen: Mapping[Version, Mapping[str, Re
 
 def write_table() -> None:
     """Write the table again. Rows of other software and the comments at the top stay."""
-    seen = {
+    releases = {
         parse_version(file.stem): {
             name: Read(kind=kind, default=default)
             for name, (kind, default) in json.loads(file.read_text(encoding="utf-8")).items()
         }
         for file in CACHE.glob("*.json")
     }
-    if not seen:
+    if not releases:
         raise SystemExit(f"{CACHE} is empty: run `python bench/nccl_names.py read` first")
     head = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     head = [line for line in head if not line.startswith(("# newest:", "# read on:", "# libraries:"))]
     stamps = [
-        f"# newest: {version_text(max(seen))}",
+        f"# newest: {version_text(max(releases))}",
         f"# read on: {datetime.now(UTC).date().isoformat()}",
-        f"# libraries: {' '.join(version_text(version) for version in sorted(seen))}",
+        f"# libraries: {' '.join(version_text(version) for version in sorted(releases))}",
     ]
-    rows = merged(names(), seen)
+    rows = merged(names(), releases)
     body = []
     for _, row in sorted(rows.items()):
         first, last = (version_text(each) if each else "" for each in (row.first, row.last))

@@ -64,9 +64,9 @@ def free_port() -> int:
     """Return a free loopback port below the ephemeral ports, which Linux could assign to another process meanwhile."""
     below = range(10_000, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
     for port in (*random.SystemRandom().sample(below, min(99, len(below))), 0):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("127.0.0.1", port))
-            return int(one.getsockname()[1])
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
     raise OSError("no port of the loopback is free")
 
 
@@ -76,19 +76,19 @@ def process(command: Sequence[str], environment: Mapping[str, str] | None = None
 ]:  # fmt: skip
     """Run a command for the duration of the block. Its output goes to `log`, or is discarded."""
     with (log or Path(os.devnull)).open("ab") as out:
-        one = subprocess.Popen(
+        child = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment or {}), stdout=out, stderr=out,
             stdin=subprocess.DEVNULL, cwd="/",
         )  # fmt: skip
     try:
-        yield one
+        yield child
     finally:
-        one.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGTERM)
         try:
-            one.wait(15)
+            child.wait(15)
         except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
+            child.kill()
+            child.wait()
 
 
 @contextlib.contextmanager
@@ -97,9 +97,9 @@ def agent(folder: Path, *extra: str, environment: Mapping[str, str] | None = Non
     port = free_port()
     serve = ["-m", "agent.cli", "serve", "--port", str(port), "--state", str(folder / "state"), *extra]
     began = time.perf_counter()
-    with process([sys.executable, *serve], environment, folder / "log") as one:
-        wait(port, "/readyz", one)
-        yield one.pid, port, time.perf_counter() - began
+    with process([sys.executable, *serve], environment, folder / "log") as server:
+        wait(port, "/readyz", server)
+        yield server.pid, port, time.perf_counter() - began
 
 
 @contextlib.contextmanager
@@ -108,17 +108,17 @@ def exporter() -> Iterator[tuple[int, int]]:
     if shutil.which(EXPORTER) is None:
         raise FileNotFoundError(f"{EXPORTER} is not installed: apt-get install {EXPORTER}")
     port = free_port()
-    with process([EXPORTER, f"--web.listen-address=127.0.0.1:{port}"]) as one:
-        wait(port, "/metrics", one)
-        yield one.pid, port
+    with process([EXPORTER, f"--web.listen-address=127.0.0.1:{port}"]) as server:
+        wait(port, "/metrics", server)
+        yield server.pid, port
 
 
-def wait(port: int, path: str, one: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
+def wait(port: int, path: str, server: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
     """Wait until a request to `path` returns status 200."""
     until, last = time.monotonic() + seconds, (0, b"")
     while time.monotonic() < until:
-        if one.poll() is not None:
-            raise RuntimeError(f"{one.args!r} ended with {one.returncode}")
+        if server.poll() is not None:
+            raise RuntimeError(f"{server.args!r} ended with {server.returncode}")
         with contextlib.suppress(OSError, http.client.HTTPException):
             last = get(port, path)
             if last[0] == 200:
@@ -137,24 +137,24 @@ def get(port: int, path: str) -> tuple[int, bytes]:
 
 def family(pid: int) -> list[psutil.Process]:
     """Return the process and all its descendants."""
-    one = psutil.Process(pid)
-    return [one, *one.children(recursive=True)]
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
 
 
 def memory(pid: int) -> Memory:
     """Measure the memory of a process and its descendants."""
-    first, *rest = family(pid)
+    first, *children = family(pid)
     return Memory(
         resident=first.memory_info().rss / MIB,
-        children=sum(child.memory_info().rss for child in rest) / MIB,
-        pss=sum(one.memory_full_info().pss for one in (first, *rest)) / MIB,
-        descriptors=sum(one.num_fds() for one in (first, *rest)),
+        children=sum(child.memory_info().rss for child in children) / MIB,
+        pss=sum(member.memory_full_info().pss for member in (first, *children)) / MIB,
+        descriptors=sum(member.num_fds() for member in (first, *children)),
     )
 
 
 def cpu_seconds(pid: int) -> float:
     """Return the user and system time that a process and its descendants have used."""
-    return sum(sum(one.cpu_times()[:2]) for one in family(pid))
+    return sum(sum(member.cpu_times()[:2]) for member in family(pid))
 
 
 class Client:
@@ -186,10 +186,10 @@ class Client:
             end = self._head.find(b"\r\n\r\n")
             if end < 0:
                 return None
-            found = _HEAD.match(self._head[: end + 2])
-            if found is None:
+            match = _HEAD.match(self._head[: end + 2])
+            if match is None:
                 return self._chunked(end)
-            self._status, self._left = int(found[1]), int(found[2]) - (len(self._head) - end - 4)
+            self._status, self._left = int(match[1]), int(match[2]) - (len(self._head) - end - 4)
         return self._status if self._left == 0 else None
 
     def fetch(self) -> int:
@@ -208,11 +208,11 @@ class Client:
 
 def latencies(port: int, path: str, scrapes: int, client: Client | None = None) -> list[float]:
     """Return the seconds of each of `scrapes` requests on one connection."""
-    one, found = client or Client(port, path), []
+    connection, times = client or Client(port, path), []
     for _ in range(scrapes):
         began = time.perf_counter()
-        status = one.fetch()
-        found.append(time.perf_counter() - began)
+        status = connection.fetch()
+        times.append(time.perf_counter() - began)
         if status != 200:
             raise RuntimeError(f"{path}: {status}")
-    return found
+    return times

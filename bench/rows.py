@@ -22,7 +22,7 @@ from stacks import Stack, stack_matching
 
 from contracts.layout import Checkpointing, Layout, LayoutError, Offload, Precision, Sharding
 from contracts.tables import read_table
-from hardware.gpus import Gpu, gpu_named
+from hardware.gpus import Gpu, find_gpu
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from planner.forecast.links import (
@@ -145,7 +145,7 @@ def read_gpu(raw: Raw) -> Gpu:
         text = raw.get(name) or ""
         machine = _machine(text)
         for named in (text, text.replace("_", " "), machine.gpu if machine else None):
-            if (gpu := gpu_named(named)) is not None:
+            if (gpu := find_gpu(named)) is not None:
                 return gpu
     raise UnreadError(f"GPU {raw.get('gpu') or raw.get('system') or ''!r} is unknown")
 
@@ -154,7 +154,7 @@ def _machine(text: str) -> Known | None:
     """Return the machine of the catalogue whose name is in the text. Aliases that are names of GPUs do not count."""
     lower = text.lower().replace(" ", "-").replace("_", "-")
     for row in catalogue():
-        names = [row.name.lower().replace("_", "-"), *(a for a in row.aliases if "-" in a or not gpu_named(a))]
+        names = [row.name.lower().replace("_", "-"), *(a for a in row.aliases if "-" in a or not find_gpu(a))]
         if any(re.search(rf"(?<![a-z0-9]){re.escape(name)}(?![a-z0-9])", lower) for name in names):
             return row
     return None
@@ -316,8 +316,8 @@ def read_network(raw: Raw, gpu: Gpu, per_node: int) -> tuple[Speed, bool]:
     ):
         description = text_of(in_bits, "intra_link")  # the network is in the wrong column
     parts = [p for p in re.split(r"[,;]| and ", description) if not re.search(r"manage|storage|\bns\b|host net|oob", p)]
-    named = [p for p in parts if re.search(r"compute|\bew\b|east|fabric|\bgpu net", p)]
-    text = " ; ".join(named or parts)
+    fabric = [p for p in parts if re.search(r"compute|\bew\b|east|fabric|\bgpu net", p)]
+    text = " ; ".join(fabric or parts)
     rdma = re.search(
         r"roce|rdma|infiniband|\bib\b|efa|connectx|cx-?\d|bf-?3|bluefield|omni|slingshot|mlx|[xnhe]dr\b", text
     )
@@ -364,13 +364,13 @@ def read_links(raw: Raw, gpu: Gpu, world: int) -> tuple[Links, bool]:
     how = "derived" if nvlink and busbw else "assumed"
     inside = Speed(bytes_per_second=busbw or ASSUMED_PCIE_BYTES_PER_SECOND, how=how,
                    link=gpu.interconnect if nvlink else "PCIe")  # fmt: skip
-    network, known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
+    network, is_known = read_network(raw, gpu, per_node) if nodes > 1 else (None, True)
     island = per_node if nvlink else 1
     if re.search(r"domain of 72|nvl-?72", f"{intra} ; {text_of(raw, 'gpu', 'system')}") or is_of_a_rack(gpu):
         island = min(world, 64)  # NVL72: 64 is the largest power of two up to 72
     links = Links(ranks_per_node=per_node, nodes=nodes, island_size=max(1, island), island=inside, node=inside,
                   network=network)  # fmt: skip
-    return links, known
+    return links, is_known
 
 
 def read_method(raw: Raw) -> str:
@@ -387,9 +387,9 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> TrainSpec:
     """Read method, sequence length and optimizer."""
     method, note = read_method(raw), text_of(raw, "note")
-    named = tuple(p for p in _PROJECTIONS if re.search(rf"\b{p}\b", note))
+    projections = tuple(p for p in _PROJECTIONS if re.search(rf"\b{p}\b", note))
     if re.search(r"all[- ]linear|attention and mlp|attn ?\+ ?mlp|all modules", note):
-        named = _PROJECTIONS
+        projections = _PROJECTIONS
     single_note = note if integer(raw, "world", 1) == 1 else ""
     return TrainSpec(
         optimizer=read_optimizer(raw, method),
@@ -397,7 +397,7 @@ def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> T
         optimizer_in_backward=method == "full" and ("optimizer in backward" in single_note or "paged" in single_note),
         method=method, sequence_length=sequence, precision=precision,  # type: ignore[arg-type]
         attention="flash" if re.search(r"flash[-_ ]?att\w*[-_ ]?2|\bfa2\b", note) else "sdpa",
-        lora_rank=integer(raw, "lora_rank", 16), lora_targets=named or stack.lora_targets,
+        lora_rank=integer(raw, "lora_rank", 16), lora_targets=projections or stack.lora_targets,
         saved_modules=("embed_tokens", "lm_head") if method != "full" and re.search(r"\(emb\w*\)", note) else (),
     )  # fmt: skip
 
@@ -515,12 +515,12 @@ def read_row(columns: Raw) -> Row:
     world = read_world(raw)
     sequence = read_sequence(raw, int(number(raw, "gbs") or 0) or None)
     precisions, stated = read_precisions(raw, gpu, stack)
-    links, known = read_links(raw, gpu, world)
+    links, is_known = read_links(raw, gpu, world)
     layout = read_layout(raw, stack, model, world, links.ranks_per_node, precisions[0])
     # No degree is published, and the stack does not shard a model by default: the layout is not known.
     unpublished = not any(raw.get(name) for name in ("tp", "pp", "dp", "sharding"))
     unknown = unpublished and world > 1 and stack.default_sharding != "zero3"
-    gaps = {"model": not sure, "precision": not stated, "network": not known, "layout": unknown}
+    gaps = {"model": not sure, "precision": not stated, "network": not is_known, "layout": unknown}
     checkpointing = read_checkpointing(raw)
     seconds = read_seconds(raw, model, world, sequence, layout.global_batch)
     memory, memory_kind = read_memory(raw, gpu, world)

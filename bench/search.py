@@ -49,9 +49,9 @@ class Fleet:
             return Outcome(alone=tuple(times))
         if any(self.faults.get(node, ("",))[0] == "opaque" for node in test.nodes):
             return Outcome(lost=dead, ended=bool(dead))
-        size, found, stuck = len(test.nodes), [], []
+        size, transfers, stuck = len(test.nodes), [], []
         sends, receives = ([self.excess(node, side) for node in test.nodes] for side in ("sends", "receives"))
-        own = [self.own[node] * (1.3 if node in rare else 1.0) for node in test.nodes]
+        factors = [self.own[node] * (1.3 if node in rare else 1.0) for node in test.nodes]
         for stride in range(1, size):
             for place, source in enumerate(test.nodes):
                 other = (place + stride) % size
@@ -60,11 +60,11 @@ class Fleet:
                 if excess == float("inf"):
                     stuck.append((source, target))
                     continue
-                usual = (1 + excess) * max(own[place], own[other])
-                found += [(source, target, -1, usual * self.noise()) for _ in range(test.repeats)]
+                usual = (1 + excess) * max(factors[place], factors[other])
+                transfers += [(source, target, -1, usual * self.noise()) for _ in range(test.repeats)]
             if stuck:
                 break
-        return Outcome(transfers=tuple(found), stuck=tuple(stuck), lost=dead)
+        return Outcome(transfers=tuple(transfers), stuck=tuple(stuck), lost=dead)
 
     def noise(self) -> float:
         """Draw the time of a transfer as a multiple of its usual time."""
@@ -73,8 +73,8 @@ class Fleet:
 
     def excess(self, node: int, side: str) -> float:
         """Return the excess time of a node's transfers on one side (sends or receives)."""
-        kind, excess, where = self.faults.get(node, ("", 0.0, ""))
-        hit = where in ("both", side)
+        kind, excess, direction = self.faults.get(node, ("", 0.0, ""))
+        hit = direction in ("both", side)
         if kind == "dies" or (kind == "stuck" and hit):
             return float("inf")
         return excess if kind == "slow" and hit else 0.0
@@ -114,28 +114,28 @@ class Score:
     links_missed: list[str] = field(default_factory=list)
 
 
-def search(one: Fleet, name: str, score: Score) -> None:
+def search(fleet: Fleet, name: str, score: Score) -> None:
     """Search a fleet, and add the result to the score."""
-    found = Search(one.domains)
-    while tests := found.next_round():
-        rare = {node for node in range(found.nodes) if one.draw.random() < RARE_NODE}
-        found.report([one.run(test, rare) for test in tests])
-    verdicts = found.verdicts()
-    score.tests.append(found.tests)
-    score.rounds.append(found.round)
+    searched = Search(fleet.domains)
+    while tests := searched.plan_round():
+        rare = {node for node in range(searched.nodes) if fleet.draw.random() < RARE_NODE}
+        searched.report([fleet.run(test, rare) for test in tests])
+    verdicts = searched.verdicts()
+    score.tests.append(searched.tests)
+    score.rounds.append(searched.round)
     bad = {verdict.node for verdict in verdicts if verdict.state == "bad"}
-    visible = found.visible_loss() or 1.0
-    for node, fault in one.faults.items():
+    visible = searched.visible_loss() or 1.0
+    for node, fault in fleet.faults.items():
         hidden = fault[0] == "slow" and fault[1] / (1 + fault[1]) < visible
         score.faults += not hidden
         score.hidden += hidden
         if node not in bad and not hidden:
             score.missed.append(f"{name}: node {node} {fault} {verdicts[node].state} {verdicts[node].reason}")
-    score.accused += [f"{name}: node {n} {verdicts[n]}" for n in sorted(bad - set(one.faults))]
-    links = {(link.source, link.target) for link in found.bad_links()}
-    score.accused += [f"{name}: link {link}" for link in sorted(links - set(one.links))]
-    score.links += len(one.links)
-    score.links_missed += [f"{name}: link {link} {one.links[link]}" for link in set(one.links) - links]
+    score.accused += [f"{name}: node {n} {verdicts[n]}" for n in sorted(bad - set(fleet.faults))]
+    links = {(link.source, link.target) for link in searched.bad_links()}
+    score.accused += [f"{name}: link {link}" for link in sorted(links - set(fleet.links))]
+    score.links += len(fleet.links)
+    score.links_missed += [f"{name}: link {link} {fleet.links[link]}" for link in set(fleet.links) - links]
 
 
 def simulate(share: float) -> Iterator[tuple[str, Score]]:

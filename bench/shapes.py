@@ -46,8 +46,8 @@ def _named(name: str) -> ModelSpec | None:
 
 def weights_by_name(name: str) -> float | None:
     """Return the number of weights that a name states: "Llama-like-1.34B", "30B_a3B"."""
-    named = re.search(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", name, re.I)
-    return float(named[1]) * (1e6 if named[2].lower() == "m" else 1e9) if named else None
+    match = re.search(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)\s*([bm])(?![a-z])", name, re.I)
+    return float(match[1]) * (1e6 if match[2].lower() == "m" else 1e9) if match else None
 
 
 def _of_size(name: str, total: float, vocab: int, layers: int | None, hidden: int | None) -> ModelSpec:
@@ -77,13 +77,13 @@ def shape_of(raw: dict[str, str], number: Callable[[dict[str, str], str], float 
 
     name = raw.get("model") or ""
     layers, hidden, heads = column("layers"), column("hidden"), column("heads")
-    known = _named(name)
-    if known:
-        sizes = (layers or known.layers, hidden or known.hidden, heads or known.heads)
-        if sizes == (known.layers, known.hidden, known.heads):
-            return known, True
-        if sizes[1:] == (known.hidden, known.heads) and not known.dense_layers:  # cut down to fewer layers
-            return replace(known, layers=sizes[0]), True
+    model = _named(name)
+    if model:
+        sizes = (layers or model.layers, hidden or model.hidden, heads or model.heads)
+        if sizes == (model.layers, model.hidden, model.heads):
+            return model, True
+        if sizes[1:] == (model.hidden, model.heads) and not model.dense_layers:  # cut down to fewer layers
+            return replace(model, layers=sizes[0]), True
     if _HYBRID.search(name):
         raise ShapeError(f"model {name!r}: a hybrid of attention and state-space layers")
     billions = number(raw, "params_b")

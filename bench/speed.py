@@ -28,9 +28,9 @@ def main() -> None:
             seconds = []
             for _ in range(REPEATS):
                 start = time.process_time()
-                found = search(plan(cluster, (), model_named("Llama-3.1-405B"), train))
+                result = search(plan(cluster, (), model_named("Llama-3.1-405B"), train))
                 seconds.append(time.process_time() - start)
-            print(f"| {world} | {engine} | {found.tried} | {statistics.median(seconds):.3f} |", flush=True)
+            print(f"| {world} | {engine} | {result.tried} | {statistics.median(seconds):.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def _stack(row: dict[str, Any]) -> Stack:
         traits["states"] = ENGINES[states].states
     kinds = {kind.__name__: kind for kind in (Engine, Fsdp, MegatronDeepSpeed)}
     built = make_engine(kinds[engine](name=engine) if engine in kinds else ENGINES[engine], traits)
-    rest = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
-    return Stack(**rest | {"engine": built})
+    members = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
+    return Stack(**members | {"engine": built})
 
 
 STACKS = tuple(map(_stack, read_table(__file__, "stacks.toml")["stack"]))

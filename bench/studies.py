@@ -61,19 +61,19 @@ def lines() -> Iterator[str]:
         yield "|-|-|-|-|-|-|-|-|"
         first: tuple[float | None, float] | None = None
         for row in study["row"]:
-            found = forecast_of(study, row)
+            forecast = forecast_of(study, row)
             published = row.get("published")
-            if isinstance(found, str):
-                yield f"|{row['case']}|{published or 'not published'}|-|-|-|-|-|{found}|"
+            if isinstance(forecast, str):
+                yield f"|{row['case']}|{published or 'not published'}|-|-|-|-|-|{forecast}|"
                 continue
-            due = found.step_seconds
-            first = first or (published, due.mid)
+            step = forecast.step_seconds
+            first = first or (published, step.mid)
             cells = [
-                row["case"], f"{published:.3g} s" if published else "not published", f"{due.mid:.3g} s",
-                f"{due.low:.3g}-{due.high:.3g}",
-                "-" if published is None else "yes" if due.low <= published <= due.high else "no",
-                f"{published / first[0]:.2f}" if published and first[0] else "-", f"{due.mid / first[1]:.2f}",
-                found.dominant,
+                row["case"], f"{published:.3g} s" if published else "not published", f"{step.mid:.3g} s",
+                f"{step.low:.3g}-{step.high:.3g}",
+                "-" if published is None else "yes" if step.low <= published <= step.high else "no",
+                f"{published / first[0]:.2f}" if published and first[0] else "-", f"{step.mid / first[1]:.2f}",
+                forecast.dominant,
             ]  # fmt: skip
             yield f"|{'|'.join(cells)}|"
 

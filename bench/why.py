@@ -64,8 +64,8 @@ class Fault:
     @property
     def command(self) -> list[str]:
         """The script of each rank, with its arguments: the kind of its loop, and what happens in it."""
-        kind, _, rest = self.name.partition("-")
-        return [str(TRAINING), kind, rest.partition(".")[0], str(self.culprit)]
+        kind, _, variant = self.name.partition("-")
+        return [str(TRAINING), kind, variant.partition(".")[0], str(self.culprit)]
 
     @property
     def culprit(self) -> int:
@@ -98,9 +98,9 @@ def torchrun(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(fault.world), "--master-port",
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(fault.world), "--master-port",
              port, *fault.command]  # fmt: skip
-    stack.callback(Tree(words, environment, log).end, 0.0)
+    stack.callback(Tree(command, environment, log).end, 0.0)
 
 
 def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: ExitStack) -> Any:
@@ -120,9 +120,9 @@ def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
             env |= {"LD_PRELOAD": FAKETIME, "FAKETIME": fault.clocks[host], "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
         log = stack.enter_context((folder / f"log{host}").open("wb"))
         # the first process of a namespace ignores its own signals, so the rank is the second
-        own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@" & wait $!', "sh"]
-        words = [*own, sys.executable, *fault.command]
-        job = rig.popen(host, words, env, stdout=log, stderr=log, start_new_session=True)
+        namespace = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", '"$@" & wait $!', "sh"]
+        command = [*namespace, sys.executable, *fault.command]
+        job = rig.popen(host, command, env, stdout=log, stderr=log, start_new_session=True)
         stack.callback(_end, job)
     return rig
 
@@ -130,8 +130,8 @@ def on_hosts(fault: Fault, folder: Path, environment: dict[str, str], stack: Exi
 @contextmanager
 def started(fault: Fault, folder: Path) -> Iterator[Any]:
     """The ranks, and how a fault is made from outside; all of it is gone at the end."""
-    own = {"WHY_AT": "300", "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **fault.env}
-    environment = add_monitor({**os.environ, **own}, folder)
+    variables = {"WHY_AT": "300", "OMP_NUM_THREADS": "1", "PYTHONPATH": "", **fault.env}
+    environment = add_monitor({**os.environ, **variables}, folder)
     with ExitStack() as stack:
         start = on_hosts if fault.hosts else torchrun
         yield start(fault, folder, environment, stack)
@@ -222,28 +222,28 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
-    chosen = [fault for fault in FAULTS if not options.names or fault.name in options.names]
-    found: dict[str, list[Result]] = defaultdict(list)
+    faults = [fault for fault in FAULTS if not options.names or fault.name in options.names]
+    results: dict[str, list[Result]] = defaultdict(list)
     with ThreadPoolExecutor(options.jobs) as pool:
-        jobs = {pool.submit(run_fault, fault): fault for _ in range(options.times) for fault in chosen}
+        jobs = {pool.submit(run_fault, fault): fault for _ in range(options.times) for fault in faults}
         for job in as_completed(jobs):
             fault = jobs[job]
             if job.exception() is not None:  # it was not made: the ranks did not meet, say
                 print(f"----- {fault.name:20} not made: {job.exception()!r}"[:200], flush=True)
                 continue
             result = job.result()
-            found[fault.name].append(result)
+            results[fault.name].append(result)
             mark = "ok   " if result.right else "WRONG"
             print(f"{mark} {fault.name:20} {result.seconds:5.1f} s  {result.verdict.line[:150]}", flush=True)
             for cause in result.verdict.causes[:3] if not result.right else ():
                 print(f"        {cause.code} {cause.ranks} {cause.nodes} {cause.evidence[:4]}", flush=True)
     print("| case | right | median seconds to the verdict |\n|---|---|---:|")
-    for fault in sorted(chosen, key=lambda fault: not fault.code):  # the harmless ones last
-        if runs := found[fault.name]:
+    for fault in sorted(faults, key=lambda fault: not fault.code):  # the harmless ones last
+        if runs := results[fault.name]:
             seconds = f"{statistics.median(run.seconds for run in runs):.0f}" if fault.code else ""
-            words = f"{fault.name.partition('-')[0].upper()}: {fault.words} (`{fault.name}`)"
-            print(f"| {words} | {sum(run.right for run in runs)} of {len(runs)} | {seconds} |")
-    return int(not all(run.right for runs in found.values() for run in runs))
+            title = f"{fault.name.partition('-')[0].upper()}: {fault.words} (`{fault.name}`)"
+            print(f"| {title} | {sum(run.right for run in runs)} of {len(runs)} | {seconds} |")
+    return int(not all(run.right for runs in results.values() for run in runs))
 
 
 if __name__ == "__main__":

@@ -46,15 +46,15 @@ def _least(reached: Callable[[float], bool]) -> float:
     return next((step / 200.0 for step in range(4, 400) if reached(step / 200.0)), 2.0)
 
 
-def width(samples: Sequence[Sample], more: float = 0.0) -> float:
+def width(samples: Sequence[Sample], margin: float = 0.0) -> float:
     """Return the standard deviation whose interval covers 80 % (plus `more`); NaN without samples."""
     if not samples:
         return math.nan
     rows = Counter(s.source for s in samples)
     by_source = [1.0 / math.sqrt(rows[s.source]) for s in samples]
     by_row = [1.0] * len(samples)
-    sigma = _least(lambda x: covered(samples, x, by_source) >= COVERED + more)
-    return max(sigma, _least(lambda x: covered(samples, x, by_row) >= LEAST + more))
+    sigma = _least(lambda x: covered(samples, x, by_source) >= COVERED + margin)
+    return max(sigma, _least(lambda x: covered(samples, x, by_row) >= LEAST + margin))
 
 
 def learn(samples: Sequence[Sample]) -> dict[str, float]:
@@ -65,7 +65,7 @@ def learn(samples: Sequence[Sample]) -> dict[str, float]:
     kinds: dict[str, list[Sample]] = {LONG: [], MIXTURE: [], ADAPTERS: [], PLAIN: []}
     for sample in samples:
         kinds[sample.kind].append(sample)
-    found = {kind: width(members, UNSEEN) for kind, members in kinds.items() if len(members) >= LEAST_ROWS}
-    several = {kind for kind in found if len({s.source for s in kinds[kind]}) > 1}
-    widest = max((found[kind] for kind in several), default=max(found.values(), default=math.nan))
-    return {kind: found[kind] if kind in several else max(found.get(kind, 0.0), widest) for kind in kinds}
+    widths = {kind: width(members, UNSEEN) for kind, members in kinds.items() if len(members) >= LEAST_ROWS}
+    several = {kind for kind in widths if len({s.source for s in kinds[kind]}) > 1}
+    widest = max((widths[kind] for kind in several), default=max(widths.values(), default=math.nan))
+    return {kind: widths[kind] if kind in several else max(widths.get(kind, 0.0), widest) for kind in kinds}

@@ -77,7 +77,7 @@ def rest(stream: SupportsRead[bytes], limit_bytes: int) -> bytes:
 
 
 def zip_files(
-    raw: bytes, limit_bytes: int, file_limit_bytes: int, wanted: Callable[[str], object]
+    raw: bytes, limit_bytes: int, file_limit_bytes: int, is_wanted: Callable[[str], object]
 ) -> Iterator[tuple[str, bytes]]:
     """Read the files of a zip archive whose names are wanted: (name, content), in the order of the archive.
 
@@ -99,7 +99,7 @@ def zip_files(
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             for entry in archive.infolist():
-                if not wanted(entry.filename):
+                if not is_wanted(entry.filename):
                     continue
                 if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others may take any memory
                     raise ArchiveError(f"{entry.filename[:256]} is packed in a way that is not read")

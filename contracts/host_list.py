@@ -49,33 +49,33 @@ def _format_ranges(numbers: Sequence[str]) -> str:
 
 def expand_host_list(text: str) -> tuple[str, ...]:
     """Return each name of a list once, in order; whitespace separates parts too. Raises HostListError."""
-    found: dict[str, None] = {}
+    hosts: dict[str, None] = {}
     for part in re.split(r"[,\s]+(?![^\[]*\])", text.strip()):
         pieces = _BRACKET.split(part)  # alternately text and the content of a bracket
-        choices = [_expand_numbers(piece, part) if at % 2 else (piece,) for at, piece in enumerate(pieces)]
-        if len(found) + math.prod(map(len, choices)) > MOST_HOSTS:
+        choices = [_expand_numbers(piece, part) if position % 2 else (piece,) for position, piece in enumerate(pieces)]
+        if len(hosts) + math.prod(map(len, choices)) > MOST_HOSTS:
             raise HostListError(f"{part[:80]!r}: more than {MOST_HOSTS:,} hosts")
-        for words in itertools.product(*choices):
-            name = "".join(words)
+        for choice in itertools.product(*choices):
+            name = "".join(choice)
             if part and not _NAME.fullmatch(name):
                 raise HostListError(f"{part[:80]!r} is no host name and no list such as node[01-04,07]")
-            found.setdefault(name)
-    found.pop("", None)
-    return tuple(found)
+            hosts.setdefault(name)
+    hosts.pop("", None)
+    return tuple(hosts)
 
 
 def _expand_numbers(text: str, part: str) -> Sequence[str]:
     """Return the numbers of one bracket, each padded to the width of the first number of its range."""
-    made: list[str] = []
+    numbers: list[str] = []
     for word in text.split(","):
         match = _RANGE.fullmatch(word)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first) or int(last) - int(first) >= MOST_HOSTS:
             raise HostListError(f"{part[:80]!r}: {word[:20]!r} must be a number or a range such as 01-04")
-        made += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return made
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
 
 
-def slurm_name(host: str) -> str:
+def name_in_slurm(host: str) -> str:
     """Return Slurm's default node name of a host: without domain and "(file)". An IP address is returned unchanged."""
     return host if re.fullmatch(r"[\d.]+|.*:.*", host) else re.split(r"[. ]", host)[0]

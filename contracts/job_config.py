@@ -122,20 +122,20 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the settings, with the content of files that a setting names in place of their path."""
     raw = read_mapping(path, once=True)
     for name in trl.FILES:
-        named = raw.get(name)
-        if isinstance(named, str) and named and (inner := _find_file(path, named)):
+        model = raw.get(name)
+        if isinstance(model, str) and model and (inner := _find_file(path, model)):
             raw[name] = read_mapping(inner, once=True)
     template = raw.get("chat_template_path")
-    found = _find_file(path, template) if isinstance(template, str) else None
-    if found is not None and found.suffix in (".jinja", ".jinja2", ".j2"):
+    template_path = _find_file(path, template) if isinstance(template, str) else None
+    if template_path is not None and template_path.suffix in (".jinja", ".jinja2", ".j2"):
         del raw["chat_template_path"]
-        raw["chat_template"] = _text(found)
+        raw["chat_template"] = _text(template_path)
     return raw
 
 
-def _find_file(path: Path, named: str) -> Path | None:
+def _find_file(path: Path, file: str) -> Path | None:
     """Find a file that a setting names, relative to the working directory (as transformers) or to the settings file."""
-    return next((one for one in (Path(named), path.parent / named) if os.path.isfile(one)), None)
+    return next((candidate for candidate in (Path(file), path.parent / file) if os.path.isfile(candidate)), None)
 
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:
@@ -177,19 +177,19 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from None
 
 
-def parse_mapping(text: str, where: object, *, once: bool = False) -> dict[str, Any]:
+def parse_mapping(text: str, source: object, *, once: bool = False) -> dict[str, Any]:
     """Parse YAML or JSON text with one mapping. If `once` is set, a repeated key is an error."""
     from contracts.yaml_text import YamlTextError, load_all
 
     try:
         documents = load_all(text, most_aliases=MAX_ALIASES, once=once)
     except YamlTextError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{source}: {error}") from None
     if len(documents) > 1:
-        raise ConfigError(f"{where}: holds {len(documents)} YAML documents, one is allowed")
+        raise ConfigError(f"{source}: holds {len(documents)} YAML documents, one is allowed")
     data = documents[0] if documents else None
     if not isinstance(data, dict):
-        raise ConfigError(f"{where}: must hold a mapping, holds {type(data).__name__}")
+        raise ConfigError(f"{source}: must hold a mapping, holds {type(data).__name__}")
     return data
 
 
@@ -206,9 +206,9 @@ def parse_config(
     note, own_note = notes.setdefault, (notes if only_trl is None else of_trl).setdefault
     refused: dict[str, None] = {}
 
-    def attempt(read: typing.Callable[..., Any], *words: Any) -> Any:
+    def attempt(parse: typing.Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return read(*words)
+            return parse(*arguments)
         except trl.OnlyTrlError as error:
             (refused if only_trl is None else only_trl)[str(error)] = None
         except ConfigError as error:
@@ -219,17 +219,17 @@ def parse_config(
     layout: dict[str, Any] = attempt(_parse_layout, flat.pop("layout", None), "layout") or {}
     is_ratio = flat.get("warmup_ratio") and not flat.get("warmup_steps")  # as transformers chooses between them
     flat.pop("warmup_steps" if is_ratio else "warmup_ratio", None)
-    known = known_settings()
-    unlisted = [name for name in flat if name not in known and not name.startswith("model_init_kwargs.")]
+    settings = known_settings()
+    unlisted = [name for name in flat if name not in settings and not name.startswith("model_init_kwargs.")]
     if ignored := [name for name in unlisted if name.startswith("deepspeed.")]:
         note(f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(ignored)}")
     if unknown := [name for name in unlisted if name not in ignored]:
         methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
-            what = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
-            raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {what}")
-        named, more = unknown[: trl.MOST_LISTED], unknown[trl.MOST_LISTED :]
-        listed = ", ".join(f"{name!r}{trl.hint(name, known)}" for name in named)
+            reason = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
+            raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {reason}")
+        first_unknown, more = unknown[: trl.MOST_LISTED], unknown[trl.MOST_LISTED :]
+        listed = ", ".join(f"{name!r}{trl.hint(name, settings)}" for name in first_unknown)
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
     for member in trl.option_names()["switch"]:
         attempt(trl.set_switch, member, flat, layout)
@@ -259,8 +259,8 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
         if value is not None:
             member = names["in_layout"][name]
             trl.put(layout, member, _parse_member(member, value, label), label)
-    elif why := names["no_effect"].get(name, names["only"].get(name, {}).get("why")):
-        note(f"{name}: no effect, {why}")
+    elif reason := names["no_effect"].get(name, names["only"].get(name, {}).get("why")):
+        note(f"{name}: no effect, {reason}")
     elif kind is None:
         raise trl.OnlyTrlError(f"unknown setting {name!r}: only TRL passes it on to the model")
     elif value is None and name == "max_length":
@@ -274,28 +274,28 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
         trl.put(values, name, _convert(label, value, kind, refusal=trl.OnlyTrlError, **limits), label)
 
 
-def _parse_layout(settings: Any, where: str) -> dict[str, Any]:
+def _parse_layout(settings: Any, setting: str) -> dict[str, Any]:
     """Return layout fields, converted to their types; `where` names the mapping in a message."""
     if not isinstance(settings, dict | None):
-        raise ConfigError(f"{where}={settings!r}: must be a mapping")
-    return {str(name): _parse_member(str(name), value, f"{where}.{name}") for name, value in (settings or {}).items()}
+        raise ConfigError(f"{setting}={settings!r}: must be a mapping")
+    return {str(name): _parse_member(str(name), value, f"{setting}.{name}") for name, value in (settings or {}).items()}
 
 
-def parse_layout(settings: Any, where: str) -> Layout:
+def parse_layout(settings: Any, setting: str) -> Layout:
     """Convert a mapping to a Layout. Raises ConfigError, which names the field."""
     try:
-        return Layout(**_parse_layout(settings, where))
+        return Layout(**_parse_layout(settings, setting))
     except (LayoutError, TypeError) as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{setting}: {error}") from None
 
 
 def parse_layout_text(text: str) -> dict[str, Any]:
     """Parse "dp_shard=4,tp=2,micro_batch=2" into layout fields. Raises ConfigError, which names the wrong item."""
-    made = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
-    for name, value in made.items():
+    members = _parse_layout(with_overrides({}, filter(None, text.split(","))), "layout")
+    for name, value in members.items():
         if name in ("world_size", "stage_layers") or value == trl.NODE:
             raise ConfigError(f"layout.{name}={value!r}: must follow from the model, the nodes and the other degrees")
-    return made
+    return members
 
 
 def _parse_member(member: str, value: Any, name: str) -> Any:
@@ -316,18 +316,18 @@ def resolve_layout(settings: Mapping[str, Any], world_size: int, ranks_per_node:
     resolved: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
     if resolved.get("dp_shard") == trl.NODE:
         resolved["dp_shard"] = min(ranks_per_node, world_size)
-    rest = world_size
+    ranks_left = world_size
     for name in ("tp", "pp", "cp", "dp_replicate", "dp_shard"):
         degree = resolved.get(name, 1)
-        if rest % degree:
-            raise ConfigError(f"layout.{name}={degree!r}: does not divide the {rest} ranks that are left to it")
-        rest //= degree
+        if ranks_left % degree:
+            raise ConfigError(f"layout.{name}={degree!r}: does not divide the {ranks_left} ranks that are left to it")
+        ranks_left //= degree
     if {"tp", "pp", "cp", "sharding"} <= set(resolved):  # the remaining ranks are data parallel
         if resolved["sharding"] == "ddp":
             resolved.setdefault("dp_shard", 1)
         for name, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
             if other in resolved:
-                resolved.setdefault(name, rest)
+                resolved.setdefault(name, ranks_left)
     if resolved.get("dp_shard") == resolved.get("dp_replicate") == 1:
         resolved.pop("sharding", None)  # with one rank all kinds of sharding are the same
         resolved.pop("reshard_after_forward", None)
@@ -356,9 +356,9 @@ def _convert(name: str, value: Any, kind: Any, *, refusal: type[ConfigError] = C
 
     if value is False and "no" in typing.get_args(kind):
         return "no"  # YAML 1.1 reads an unquoted no as false
-    given = [value] if isinstance(value, str) and typing.get_origin(kind) is tuple else value
+    items = [value] if isinstance(value, str) and typing.get_origin(kind) is tuple else value
     try:  # strictly for true and false, which are no numbers
-        return _validator(kind, **limits).validate_python(given, strict=isinstance(value, bool))
+        return _validator(kind, **limits).validate_python(items, strict=isinstance(value, bool))
     except ValidationError as error:
         first = error.errors()[0]
         raised = refusal if first["type"] == "literal_error" and isinstance(first["input"], str) else ConfigError
@@ -411,7 +411,7 @@ def dump_plan(plan: JobPlan) -> str:
 
 def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
     """Read plan.json and apply `key=value` overrides to its settings. Raises ConfigError, which names the file."""
-    members = [one.name for one in fields(JobPlan)]
+    members = [field.name for field in fields(JobPlan)]
     try:
         data = plain.loads(bounded.read(path, MAX_FILE_BYTES))
         if not isinstance(data, dict) or not members & data.keys():
@@ -430,7 +430,7 @@ def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
         return replace(
             plan,
             config=config,
-            trl=None if of_trl is None else trl.trl_settings(with_overrides(of_trl, overrides), {}),
+            trl=None if of_trl is None else trl.make_trl_settings(with_overrides(of_trl, overrides), {}),
             layout=None if layout is None else parse_layout(layout, "layout"),
             notes=tuple(dict.fromkeys([*plan.notes, *notes])),
         )
@@ -441,9 +441,9 @@ def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
 def choose_plan(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()) -> tuple[JobPlan, JobConfig]:
     """Return the plan and its settings, read from plan.json or created from a settings file. Raises ConfigError."""
     if plan is None:
-        made, _, notes = read_config(config, overrides)
-        return JobPlan(config=made, notes=tuple(notes)), made
+        job_config, _, notes = read_config(config, overrides)
+        return JobPlan(config=job_config, notes=tuple(notes)), job_config
     if config is not None:
         raise ConfigError(f"--config {config}: the plan holds the settings; use only one of --plan and --config")
-    found = read_plan(plan, overrides)
-    return found, found.config or JobConfig()
+    job_plan = read_plan(plan, overrides)
+    return job_plan, job_plan.config or JobConfig()

@@ -60,8 +60,8 @@ class Layout:
                 raise LayoutError(f"{name}={value!r}: must be a whole number of at least 1")
         product = self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
         if product != self.world_size:
-            rest = self.world_size * self.dp_shard // product
-            inside = f". ep is no factor, its groups lie inside dp_shard x cp x tp: name dp_shard={rest}"
+            dp_shard = self.world_size * self.dp_shard // product
+            inside = f". ep is no factor, its groups lie inside dp_shard x cp x tp: name dp_shard={dp_shard}"
             raise LayoutError(
                 f"dp_replicate {self.dp_replicate} x dp_shard {self.dp_shard} x cp {self.cp} x tp {self.tp} x "
                 f"pp {self.pp} = {product}, but world_size is {self.world_size}{inside if self.ep > 1 else ''}"

@@ -66,8 +66,8 @@ def _require_type(kind: type, allowed: Any) -> Callable[[Any, type], Any]:
     return hook
 
 
-def _check_depth(found: Any) -> None:
-    level = [found]
+def _check_depth(value: Any) -> None:
+    level = [value]
     for _ in range(DEEPEST):
         level = [item for node in level if isinstance(node, dict | list)
                  for item in (node.values() if isinstance(node, dict) else node)]  # fmt: skip
@@ -97,10 +97,10 @@ def converter(*, detailed: bool = False) -> Any:
     """
     from cattrs.preconf.json import make_converter
 
-    made = make_converter(detailed_validation=detailed)
+    structure = make_converter(detailed_validation=detailed)
     for kind, allowed in ((int, int), (float, int | float), (str, str), (bool, bool)):
-        made.register_structure_hook(kind, _require_type(kind, allowed))
-    return made
+        structure.register_structure_hook(kind, _require_type(kind, allowed))
+    return structure
 
 
 def write(value: Any) -> Any:
@@ -123,10 +123,10 @@ def read(data: object, kind: type[T]) -> T:
     from cattrs.errors import CattrsError
 
     try:
-        found: T = converter().structure(data, kind)
+        result: T = converter().structure(data, kind)
     except (*MISFITS, CattrsError) as error:
         raise MisfitError(f"no {kind.__name__}: {type(error).__name__}: {str(error)[:200]}") from None
-    return found
+    return result
 
 
 _STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

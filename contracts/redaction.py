@@ -37,19 +37,19 @@ _NAMES = (  # each pattern ends where the value begins
 def redact(text: str) -> str:
     """Return the text with every secret replaced by LEFT_OUT."""
     for pattern in _NAMES if _SECRET.search(text) or _HEADER.search(text) else ():
-        pieces, at = [], 0
-        for found in pattern.finditer(text):
-            if found.end() < at or not _names_a_secret(found["name"]):
+        pieces, position = [], 0
+        for match in pattern.finditer(text):
+            if match.end() < position or not _names_a_secret(match["name"]):
                 continue
-            rest = _REST_OF_LINE.match(text, found.end()) if _HEADER.fullmatch(found["name"]) else None
-            value = rest or _VALUE.match(text, found.end())
+            line = _REST_OF_LINE.match(text, match.end()) if _HEADER.fullmatch(match["name"]) else None
+            value = line or _VALUE.match(text, match.end())
             if value is None:
                 continue
             group = "quoted" if value["open"] else "bare"
-            if is_secret(found["name"], value[group]):
-                pieces += [text[at : value.start(group)], LEFT_OUT]
-                at = value.end(group)
-        text = "".join([*pieces, text[at:]])
+            if is_secret(match["name"], value[group]):
+                pieces += [text[position : value.start(group)], LEFT_OUT]
+                position = value.end(group)
+        text = "".join([*pieces, text[position:]])
     return _FORMS.sub(LEFT_OUT, text)
 
 
@@ -64,17 +64,17 @@ def without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
         variable = value.get("name") if isinstance(value.get("value"), str) else None
         return {
-            key: _redact_member(str(variable) if key == "value" and variable else str(key), one)
-            for key, one in value.items()
+            key: _redact_member(str(variable) if key == "value" and variable else str(key), member)
+            for key, member in value.items()
         }  # fmt: skip
     if isinstance(value, list | tuple):
-        options = ["", *(one if isinstance(one, str) and re.fullmatch(r"--?[\w-]+", one) else "" for one in value)]
-        found = [_redact_member(option, one) for option, one in zip(options, value, strict=False)]
-        return tuple(found) if type(value) is tuple else found
+        options = ["", *(item if isinstance(item, str) and re.fullmatch(r"--?[\w-]+", item) else "" for item in value)]
+        items = [_redact_member(option, item) for option, item in zip(options, value, strict=False)]
+        return tuple(items) if type(value) is tuple else items
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
         members = {name: getattr(value, name) for name in fields}
-        changed = {name: made for name, one in members.items() if (made := _redact_member(name, one)) != one}
+        changed = {name: redacted for name, one in members.items() if (redacted := _redact_member(name, one)) != one}
         return dataclasses.replace(value, **changed) if changed else value
     return value
 

@@ -199,23 +199,23 @@ class RunRecord:
     @property
     def placements(self) -> str:
         """Describe the effective layout: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
-        found = self.layout.effective
-        if not found:
+        layout = self.layout.effective
+        if not layout:
             return "unknown"
-        placed = ", ".join(f"{where} x {count}" for where, count in found.placements.items())
-        size = "?" if found.world_size is None else found.world_size
-        where = f"{size} x {found.device or '?'} ({found.backend or '?'})"
-        return f"{found.wrapper or self.layout.family} on {where}: {placed or 'nothing sharded'}"
+        placed = ", ".join(f"{placement} x {count}" for placement, count in layout.placements.items())
+        size = "?" if layout.world_size is None else layout.world_size
+        ranks = f"{size} x {layout.device or '?'} ({layout.backend or '?'})"
+        return f"{layout.wrapper or self.layout.family} on {ranks}: {placed or 'nothing sharded'}"
 
 
 def compare(record: RunRecord) -> tuple[Comparison, ...]:
     """Compare step time and memory of a run with the forecast in its plan; unknown values are included."""
-    found = []
+    comparisons = []
     for name in _TITLES:
-        due, measured = getattr(record.plan.forecast, name), getattr(record.measured, name)
-        within = None if due is None or measured is None else due.low <= measured <= due.high
-        found.append(Comparison(quantity=name, forecast=due, measured=measured, within=within))
-    return tuple(found)
+        forecast, measured = getattr(record.plan.forecast, name), getattr(record.measured, name)
+        within = None if forecast is None or measured is None else forecast.low <= measured <= forecast.high
+        comparisons.append(Comparison(quantity=name, forecast=forecast, measured=measured, within=within))
+    return tuple(comparisons)
 
 
 def record_of(data: dict[str, Any]) -> RunRecord:
@@ -268,26 +268,26 @@ class FailedRank(NamedTuple):
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""
-    return [FailedRank(int(rank), int(code) if code else None, at, host)
-            for at, host, rank, code in _FAILED_RANK.findall(log)]  # fmt: skip
+    return [FailedRank(int(rank), int(code) if code else None, time, host)
+            for time, host, rank, code in _FAILED_RANK.findall(log)]  # fmt: skip
 
 
-def first_failed_rank(log: str) -> FailedRank | None:
+def find_first_failed(log: str) -> FailedRank | None:
     """Return the rank that torchrun reports as the first to fail; None if its log does not name it.
 
     A log of several nodes has a report of each; the earliest failure is the first.
     """
     firsts = (ranks[0] for report in log.split("Root Cause")[1:] if (ranks := failed_ranks(report)))
-    return min(firsts, key=lambda one: one.at, default=None)
+    return min(firsts, key=lambda rank: rank.at, default=None)
 
 
 def raised(log: str) -> str:
     """Return the last line of a rank's last traceback, with secrets removed; "" if there is no traceback."""
-    found = _RAISED.findall(log)
-    return redact(found[-1])[:300] if found else ""
+    errors = _RAISED.findall(log)
+    return redact(errors[-1])[:300] if errors else ""
 
 
-def of_start(path: Path, began: float) -> RunRecord | None:
+def read_since(path: Path, began: float) -> RunRecord | None:
     """Read run.json; None if it cannot be read or if an earlier start of the job wrote it."""
     try:
         return read(path) if path.stat().st_mtime >= began else None
@@ -295,16 +295,16 @@ def of_start(path: Path, began: float) -> RunRecord | None:
         return None
 
 
-def own_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
+def read_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
     """Return the job's own exit code, since torchrun replaces any failure by 1. Code 75 means "start again to resume".
 
     `cut_short`: torchrun was asked to end; the job may have completed before that.
     """
     if exit_code == 0:
         return 0
-    record = of_start(path, began)
-    own = record.exit_code if record else None
-    return own if own is not None and (0 if cut_short else 1) <= own < 256 else exit_code
+    record = read_since(path, began)
+    recorded = record.exit_code if record else None
+    return recorded if recorded is not None and (0 if cut_short else 1) <= recorded < 256 else exit_code
 
 
 def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> tuple[RunRecord | None, bool]:
@@ -312,7 +312,7 @@ def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -
 
     If the job wrote the end itself, it has also sent the record to the agent.
     """
-    record = of_start(path, began)
+    record = read_since(path, began)
     if record is None or exit_code == 0 or record.status not in ("running", "complete"):
         return record, False
     is_ended = record.status == "running"  # by this call
@@ -328,8 +328,8 @@ def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -
 def watched(folder: Path) -> str:
     """Return the verdict that `why --watch` wrote next to the record, as a note; empty if it found nothing."""
     try:
-        found = plain.loads(bounded.read_text(folder / WHY, 1 << 20))
-        state, line = str(found["state"]), str(found["line"])
+        verdict = plain.loads(bounded.read_text(folder / WHY, 1 << 20))
+        state, line = str(verdict["state"]), str(verdict["line"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     return f"why: {line}"[:500] if state not in ("", "fine") else ""

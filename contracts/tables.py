@@ -40,4 +40,4 @@ def read_texts(module: str, name: str) -> Callable[..., str]:
 def insert_pieces(text: str | list[str], pieces: Mapping[str, str | list[str]]) -> str:
     """Return the regular expression of a text or of alternatives; <<name>> inserts the piece with that name."""
     joined = text if isinstance(text, str) else "|".join(text)
-    return re.sub(r"<<(\w+)>>", lambda found: insert_pieces(pieces[found[1]], pieces), joined)
+    return re.sub(r"<<(\w+)>>", lambda match: insert_pieces(pieces[match[1]], pieces), joined)

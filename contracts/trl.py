@@ -67,17 +67,17 @@ def truth(value: Any) -> Any:
 
 def flag(name: str, value: Any) -> bool | None:
     """Convert a value to True, False or None (not set). Raises ConfigError, which names the option."""
-    found = truth(value)
-    if not isinstance(found, bool | None):
+    switch = truth(value)
+    if not isinstance(switch, bool | None):
         raise ConfigError(f"{name}={value!r}: must be true or false")
-    return found
+    return switch
 
 
-def hint(name: str, known: Iterable[str]) -> str:
+def hint(name: str, settings: Iterable[str]) -> str:
     """Return in brackets the name that another trainer's option has here, or known names: all, or only similar ones."""
     if here := option_names()["elsewhere"].get(name):
         return f" (here it is {here})"
-    names = [*known]
+    names = [*settings]
     if close := difflib.get_close_matches(name, names, n=3):
         return f" (close: {', '.join(close)})"
     return f" (known: {', '.join(names)})" if 0 < len(names) <= MOST_LISTED else ""
@@ -85,41 +85,41 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     """Raise ConfigError if a value is not allowed (null always is), or OnlyTrlError if TRL's trainer accepts it."""
-    allowed, why = row["allowed"], row["why"]
-    if any(isinstance(one, bool) for one in allowed):
+    allowed, reason = row["allowed"], row["why"]
+    if any(isinstance(choice, bool) for choice in allowed):
         value = truth(value)
     if isinstance(value, dict):
         unset = (None, AUTO) if name.startswith("deepspeed.") else (None,)
-        value = {key: one for key, one in value.items() if one not in unset}
-    if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
+        value = {key: item for key, item in value.items() if item not in unset}
+    if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
         return
-    *first, last = [repr(one) for one in allowed if one not in ("", {}, [])] or ["nothing"]
-    named = f"only {', '.join(first)} or {last}" if first else last if last == "nothing" else f"only {last}"
-    shown = repr(value)
-    shown = shown if len(shown) <= MOST_SHOWN else f"{shown[:MOST_SHOWN]}..."
+    *first, last = [repr(item) for item in allowed if item not in ("", {}, [])] or ["nothing"]
+    choices = f"only {', '.join(first)} or {last}" if first else last if last == "nothing" else f"only {last}"
+    value_text = repr(value)
+    value_text = value_text if len(value_text) <= MOST_SHOWN else f"{value_text[:MOST_SHOWN]}..."
     kind = OnlyTrlError if row.get("trl") else ConfigError
-    raise kind(f"{name}={shown}: {named} is allowed: {why}")
+    raise kind(f"{name}={value_text}: {choices} is allowed: {reason}")
 
 
-def flatten(raw: Mapping[str, Any], refuse: Note, where: str = "") -> dict[str, Any]:
+def flatten(raw: Mapping[str, Any], refuse: Note, prefix: str = "") -> dict[str, Any]:
     """Return the options by name, with members of a nested mapping as "fsdp_config.cpu_offload".
 
     Null and "auto" members of a DeepSpeed configuration are left out, except those of `only`. Its default stage is 0.
     """
     flat: dict[str, Any] = {}
     for key, value in raw.items():
-        name = f"{where}{key}"
-        if where:  # both prefixes are those of accelerate's own configuration file
-            name = where + str(key).removeprefix(f"{where[:-1]}_").removeprefix("fsdp_")
+        name = f"{prefix}{key}"
+        if prefix:  # both prefixes are those of accelerate's own configuration file
+            name = prefix + str(key).removeprefix(f"{prefix[:-1]}_").removeprefix("fsdp_")
         if name not in option_names()["nested"]:
-            if value not in (None, AUTO) or not where.startswith("deepspeed.") or name in option_names()["only"]:
+            if value not in (None, AUTO) or not prefix.startswith("deepspeed.") or name in option_names()["only"]:
                 flat[name] = value
         elif isinstance(value, dict):
             flat |= {"deepspeed.zero_optimization.stage": 0} if value and name == "deepspeed" else {}
             flat |= flatten(value, refuse, f"{name}.")
         elif value not in (None, ""):
             file = ", or the name of a file that exists" if name in FILES else ", not the name of a file"
-            refuse(f"{name}={value!r}: must be a mapping{'' if where else file}")
+            refuse(f"{name}={value!r}: must be a mapping{'' if prefix else file}")
     return flat
 
 
@@ -129,9 +129,9 @@ def sort_options(flat: Mapping[str, Any]) -> list[str]:
     An option that is null is left out if the file has a value under another name of the same setting.
     """
     renamed = option_names()["renamed"]
-    given = {renamed.get(name, name) for name, value in flat.items() if value is not None}
-    found = [name for name, value in flat.items() if value is not None or renamed.get(name, name) not in given]
-    return sorted(found, key=lambda name: name in renamed or "." in name)
+    set_names = {renamed.get(name, name) for name, value in flat.items() if value is not None}
+    options = [name for name, value in flat.items() if value is not None or renamed.get(name, name) not in set_names]
+    return sorted(options, key=lambda name: name in renamed or "." in name)
 
 
 def translate(name: str, value: Any, note: Note) -> tuple[str, Any] | None:
@@ -160,9 +160,9 @@ def set_switch(member: str, flat: Mapping[str, Any], layout: dict[str, Any]) -> 
     off = [name for name in values if flags[name] is False and len(values[name]) > 1]
     for name in on or off[:1]:
         put(layout, member, values[name][not on], name)
-    for name, why in row.get("only_trl", {}).items():
+    for name, reason in row.get("only_trl", {}).items():
         if name in on:
-            raise OnlyTrlError(f"{name}=true: {why}")
+            raise OnlyTrlError(f"{name}=true: {reason}")
 
 
 def put(target: dict[str, Any], member: str, value: Any, name: str) -> None:
@@ -213,12 +213,12 @@ def set_sharding(flat: Mapping[str, Any], options: Mapping[str, Any], layout: di
         note(sharding)
 
 
-def _set_fsdp_defaults(words: Mapping[str, str], layout: dict[str, Any]) -> None:
+def _set_fsdp_defaults(names_of_words: Mapping[str, str], layout: dict[str, Any]) -> None:
     """Set what no option says. ZeRO stage 3 always gathers weights again in the backward pass."""
     defaults: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1}
     if layout["sharding"] == "zero3":
-        if words.get("full_shard", "").startswith("deepspeed."):
-            put(layout, "reshard_after_forward", True, words["full_shard"])
+        if names_of_words.get("full_shard", "").startswith("deepspeed."):
+            put(layout, "reshard_after_forward", True, names_of_words["full_shard"])
         defaults |= {"reshard_after_forward": True, "offload": "none"}
         if "dp_shard" not in layout:
             defaults["dp_replicate"] = 1
@@ -230,29 +230,29 @@ def _split_fsdp_words(name: str, value: Any) -> list[str]:
     """Return the words of an option in lower case. transformers writes "" or [] for "not set"."""
     allowed = [word for word, sets in option_names()["fsdp"].items() if "sharding" in sets]
     if name.endswith("reshard_after_forward"):  # true and false are no words, but a switch
-        value, shown = None if isinstance(truth(value), bool) else value, ["true", "false", *allowed]
+        value, choices = None if isinstance(truth(value), bool) else value, ["true", "false", *allowed]
     elif name == "fsdp_config.sharding_strategy":
-        shown = allowed
+        choices = allowed
     else:
         allowed = [*option_names()["fsdp"]]
-        shown = [*dict.fromkeys(("true", "false", *allowed))]
+        choices = [*dict.fromkeys(("true", "false", *allowed))]
     words = (value or "").split() if isinstance(value, str | None) else value
     if not isinstance(words, list) or not all(isinstance(word, str) and word.lower() in allowed for word in words):
-        raise ConfigError(f"{name}={value!r}: allowed are {', '.join(shown)}")
+        raise ConfigError(f"{name}={value!r}: allowed are {', '.join(choices)}")
     return [word.lower() for word in words]
 
 
-def trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def make_trl_settings(raw: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the file for TRL's parser, with current names and the values of its DeepSpeed section (`values`).
 
     Options that the layout holds are omitted, because the plan's layout sets them.
     """
     table = option_names()["of_trl"]
     left_out = {*option_names()["in_layout"], *table["left_out"]}
-    made = {table["renamed"].get(name, name): raw[name] for name in sort_options(raw) if name not in left_out}
-    if (ratio := made.pop("warmup_ratio", None)) and not made.get("warmup_steps"):
-        made["warmup_steps"] = ratio
-    if truth(made.pop("group_by_length", None)):
-        made.setdefault("train_sampling_strategy", "group_by_length")
+    settings = {table["renamed"].get(name, name): raw[name] for name in sort_options(raw) if name not in left_out}
+    if (ratio := settings.pop("warmup_ratio", None)) and not settings.get("warmup_steps"):
+        settings["warmup_steps"] = ratio
+    if truth(settings.pop("group_by_length", None)):
+        settings.setdefault("train_sampling_strategy", "group_by_length")
     of_deepspeed = {name: values[name] for name in ("max_grad_norm", "lr_scheduler_type") if name in values}
-    return {**made, **of_deepspeed} if raw.get("deepspeed") else made
+    return {**settings, **of_deepspeed} if raw.get("deepspeed") else settings

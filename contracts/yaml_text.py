@@ -26,14 +26,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Check before merge keys are resolved, because a key of the mapping may override a merged one."""
         node = super().compose_mapping_node(anchor)
-        seen: dict[str, int] = {}
+        lines_of_keys: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             line = key.start_mark.line + 1
-            if key.value in seen:
-                raise YamlTextError(f"{key.value!r} occurs twice, in lines {seen[key.value]} and {line}")
-            seen[key.value] = line
+            if key.value in lines_of_keys:
+                raise YamlTextError(f"{key.value!r} occurs twice, in lines {lines_of_keys[key.value]} and {line}")
+            lines_of_keys[key.value] = line
         return node
 
 
@@ -71,8 +71,8 @@ def load_all(
         raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
     try:
         _check_size(text, most_aliases)
-        made: Any = make_loader or (_UniqueKeyLoader if once else yaml.SafeLoader)
-        return list(yaml.load_all(text, Loader=made))
+        loader: Any = make_loader or (_UniqueKeyLoader if once else yaml.SafeLoader)
+        return list(yaml.load_all(text, Loader=loader))
     except YamlTextError:
         raise
     except yaml.YAMLError as error:

@@ -43,8 +43,8 @@ class PlannedNetwork:
 
     def meets(self, network: str) -> bool:
         """Whether a channel over this network is what was planned; a plugin that nobody knows is not."""
-        known = LIBFABRIC if self.rdma.lower() in LIBFABRIC else ("ib", "gib", "ucx", self.rdma.lower())
-        return not self.rdma or network.lower().startswith(known)
+        prefixes = LIBFABRIC if self.rdma.lower() in LIBFABRIC else ("ib", "gib", "ucx", self.rdma.lower())
+        return not self.rdma or network.lower().startswith(prefixes)
 
 
 class Seen(NamedTuple):
@@ -64,21 +64,21 @@ def start_log(folder: Path) -> None:
     """
     if os.environ.get("NCCL_DEBUG", "INFO").upper() not in VERBOSE:
         return
-    wanted = evidence.environment(folder.absolute())
-    del wanted["NCCL_RUNTIME_CONNECT"]  # connecting all peers at the start uses memory that the job may never need
+    variables = evidence.environment(folder.absolute())
+    del variables["NCCL_RUNTIME_CONNECT"]  # connecting all peers at the start uses memory that the job may never need
     if "NCCL_DEBUG_FILE" not in os.environ:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             return  # without the folder NCCL would log to stdout
-    for name, value in wanted.items():
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
-def log_path(named: str | None, host: str, pid: int) -> Path | None:
+def log_path(template: str | None, host: str, pid: int) -> Path | None:
     """Return the path of NCCL_DEBUG_FILE, expanded as by NCCL: %h is the host name up to its first dot."""
-    words = {"h": host.partition(".")[0], "p": str(pid), "%": "%"}
-    return Path(re.sub("%(.)", lambda found: words.get(found[1], found[0]), named)) if named else None
+    fields = {"h": host.partition(".")[0], "p": str(pid), "%": "%"}
+    return Path(re.sub("%(.)", lambda match: fields.get(match[1], match[0]), template)) if template else None
 
 
 def planned_channels(transport: Mapping[str, Any]) -> PlannedNetwork:
@@ -95,41 +95,41 @@ def read_log(path: Path | None, plan: PlannedNetwork, *, hosts: int) -> Seen:
     if path is None or not path.is_file():
         return Seen((), {}, "", f"no log at {path}" if path else "NCCL_DEBUG_FILE is not set")
     with path.open("rb") as file:
-        found = evidence.read_files([io.BytesIO(file.read(MAX_LOG_BYTES))])
-    unknown = "" if found.transports else f"{path} names no channel"
-    return Seen(tuple(differences(found, plan, path, hosts=hosts)), channels(found), str(path), unknown,
-                found.socket_interface or "")  # fmt: skip
+        log = evidence.read_files([io.BytesIO(file.read(MAX_LOG_BYTES))])
+    unknown = "" if log.transports else f"{path} names no channel"
+    return Seen(tuple(differences(log, plan, path, hosts=hosts)), channels(log), str(path), unknown,
+                log.socket_interface or "")  # fmt: skip
 
 
-def differences(found: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int) -> list[str]:
+def differences(log: Evidence, plan: PlannedNetwork, path: Path, *, hosts: int) -> list[str]:
     """Return each contradiction between channels and plan, in one sentence with the log line."""
     wrong = []
-    networks = {name.removeprefix("NET/"): n for name, n in found.transports.items() if name.startswith("NET/")}
+    networks = {name.removeprefix("NET/"): n for name, n in log.transports.items() if name.startswith("NET/")}
     for name, count in networks.items() if hosts > 1 else ():
         if plan.rdma and name.lower() in TCP:
-            where = _line(found, path, f"NET/{name}: ")
-            wrong.append(f"the plan's network {plan.rdma}: {count} channels over NET/{name} ({where})")
+            proof = _line(log, path, f"NET/{name}: ")
+            wrong.append(f"the plan's network {plan.rdma}: {count} channels over NET/{name} ({proof})")
     # Before Ampere, NCCL stages data to send through the host by default, so only received data shows a fault.
-    bare = found.receive.total - found.receive.gdrdma
+    bare = log.receive.total - log.receive.gdrdma
     if hosts > 1 and plan.gdrdma and not wrong and bare:
-        where = _line(found, path, "NET/", "receive without GDRDMA")
-        wrong.append(f"{plan.gdrdma}: {bare} receiving channels without GPUDirect RDMA ({where})")
+        proof = _line(log, path, "NET/", "receive without GDRDMA")
+        wrong.append(f"{plan.gdrdma}: {bare} receiving channels without GPUDirect RDMA ({proof})")
     return wrong
 
 
-def _line(found: Evidence, path: Path, start: str, end: str = "") -> str:
+def _line(log: Evidence, path: Path, start: str, end: str = "") -> str:
     """Return the first line that proves it, in the form FILE:LINE."""
-    for one in found.proof:
-        if one.proves.startswith(start) and one.proves.endswith(end):
-            return f"{path}:{one.line}: {one.text}"
+    for proof in log.proof:
+        if proof.proves.startswith(start) and proof.proves.endswith(end):
+            return f"{path}:{proof.line}: {proof.text}"
     return str(path)
 
 
-def channels(found: Evidence) -> dict[str, int]:
+def channels(log: Evidence) -> dict[str, int]:
     """Count channel lines by transport; network channels also by device and GPUDirect RDMA."""
-    counts = {name: n for name, n in found.transports.items() if not name.startswith(("NET/", "COLLNET/"))}
-    for device, row in found.devices.items():
-        family = "NET" if f"NET/{device.rpartition('/')[0]}" in found.transports else "COLLNET"
+    counts = {name: n for name, n in log.transports.items() if not name.startswith(("NET/", "COLLNET/"))}
+    for device, row in log.devices.items():
+        family = "NET" if f"NET/{device.rpartition('/')[0]}" in log.transports else "COLLNET"
         counts[f"{family}/{device}/GDRDMA"] = row.gdrdma
         counts[f"{family}/{device}"] = row.total - row.gdrdma
     return dict(Counter({name: n for name, n in counts.items() if n > 0}).most_common(MAX_NAMES))
@@ -138,11 +138,11 @@ def channels(found: Evidence) -> dict[str, int]:
 def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclChannels:
     """Return the summary stored in run.json."""
     counts: Counter[str] = Counter()
-    for seen in ranks:
-        counts.update(seen.channels)
+    for rank_report in ranks:
+        counts.update(rank_report.channels)
     networks = {name.split("/")[1] for name in counts if name.startswith("NET/")}
-    unknown = [f"rank {rank}: {seen.unknown}" for rank, seen in enumerate(ranks) if seen.unknown]
-    if any(seen.wrong for seen in ranks):
+    unknown = [f"rank {rank}: {report.unknown}" for rank, report in enumerate(ranks) if report.unknown]
+    if any(report.wrong for report in ranks):
         verdict = "mismatch"
     elif not plan.rdma and not plan.gdrdma:
         verdict = "nothing planned"
@@ -154,7 +154,7 @@ def record(ranks: Sequence[Seen], plan: PlannedNetwork, *, hosts: int) -> NcclCh
     return NcclChannels(
         verdict=verdict, planned="; ".join(word for word in (plan.rdma, plan.gdrdma) if word) or None,
         hosts=hosts, channels=dict(sorted(counts.items())), unknown=unknown[:8],
-        interfaces=sorted({seen.interface for seen in ranks if seen.interface})[:8], log=ranks[0].log or None,
+        interfaces=sorted({report.interface for report in ranks if report.interface})[:8], log=ranks[0].log or None,
     )  # fmt: skip
 
 
@@ -167,28 +167,28 @@ End = tuple[str, int]
 def read_gloo_connections() -> dict[tuple[End, End], str]:
     """Return the interface of each of this rank's connections, by own and remote end; {} if they cannot be read."""
     try:
-        found = psutil.Process().net_connections("tcp")
-        named = psutil.net_if_addrs()
+        sockets = psutil.Process().net_connections("tcp")
+        interface_addresses = psutil.net_if_addrs()
     except (psutil.Error, OSError):
         return {}
     interfaces: dict[str, list[str]] = {}
-    for name, addresses in named.items():
-        for one in addresses:
-            if one.family.name in ("AF_INET", "AF_INET6"):
-                interfaces.setdefault(_plain(one.address), []).append(name)
+    for name, addresses in interface_addresses.items():
+        for address in addresses:
+            if address.family.name in ("AF_INET", "AF_INET6"):
+                interfaces.setdefault(_plain(address.address), []).append(name)
     store = int(os.environ.get("MASTER_PORT") or 0)
-    made: dict[tuple[End, End], str] = {}
-    for seen in found:
+    connections: dict[tuple[End, End], str] = {}
+    for seen in sockets:
         if seen.status == psutil.CONN_ESTABLISHED and seen.raddr and store not in (seen.laddr.port, seen.raddr.port):
-            own, remote = ((_plain(end.ip), end.port) for end in (seen.laddr, seen.raddr))
-            made[own, remote] = "/".join(interfaces.get(own[0], ())) or "an unknown interface"
-    return made
+            local, remote = ((_plain(end.ip), end.port) for end in (seen.laddr, seen.raddr))
+            connections[local, remote] = "/".join(interfaces.get(local[0], ())) or "an unknown interface"
+    return connections
 
 
 def _plain(address: str) -> str:
     """Remove the zone, and convert an IPv4-mapped address of a dual-stack socket to IPv4."""
-    read = ipaddress.ip_address(address.partition("%")[0])
-    return str(getattr(read, "ipv4_mapped", None) or read)
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
 def gloo_transports(ranks: Sequence[Mapping[tuple[End, End], str]]) -> list[str]:
@@ -201,10 +201,10 @@ def gloo_transports(ranks: Sequence[Mapping[tuple[End, End], str]]) -> list[str]
         return []
     holders = {ends: rank for rank, seen in enumerate(ranks) for ends in seen}
     addresses: dict[str, str] = {}
-    for rank, seen in enumerate(ranks):
-        for own, remote in sorted(seen):
-            if holders.get((remote, own), rank) != rank:
-                addresses.setdefault(seen[own, remote], own[0])
+    for rank, connections in enumerate(ranks):
+        for local, remote in sorted(connections):
+            if holders.get((remote, local), rank) != rank:
+                addresses.setdefault(connections[local, remote], local[0])
     return [f"gloo: TCP over {name} ({address})" for name, address in addresses.items()] or [
         "gloo: unknown: no connection is seen from both of its ends, as behind address translation (NAT)"
     ]

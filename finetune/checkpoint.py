@@ -43,19 +43,19 @@ class SaveError(EndedError):
     code = 74  # EX_IOERR
 
 
-def training_state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def training_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return trained weights and their AdamW moments, under names that do not depend on the layout."""
     state: dict[str, torch.Tensor] = {}
-    for name, p in named.items():
+    for name, p in parameters.items():
         if p.requires_grad:
             state[f"model.{name}"] = p.detach()
             state |= {f"optim.{name}.{m}": optimizer.state[p][m] for m in MOMENTS}
     return state
 
 
-def start_moments(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
+def start_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
     """Create AdamW's state after `step` steps, with zero moments to load into."""
-    for p in named.values():
+    for p in parameters.values():
         if p.requires_grad:
             optimizer.state[p] = {
                 "step": torch.tensor(float(step), device=p.device),
@@ -80,19 +80,19 @@ class Checkpoints:
         draft, final = self.folder / f".checkpoint-{step}", self.folder / f"checkpoint-{step}"
         if final.exists():
             return
-        why = ""
+        reason = ""
         try:
             dcp.save(dict(state), checkpoint_id=draft, process_group=self.group)
             if dist.get_rank() == 0:
                 self._publish(draft, final, {"schema_version": SCHEMA_VERSION, **about, "step": step})
         except (OSError, dcp.CheckpointException) as error:  # of this rank's file system; of any rank's part
-            why = self._with_room(error)
-        failed = torch.tensor([float(bool(why))])
+            reason = self._with_room(error)
+        failed = torch.tensor([float(bool(reason))])
         dist.all_reduce(failed, group=self.group)
         if failed.item():
             if dist.get_rank() == 0:
                 shutil.rmtree(draft, ignore_errors=True)
-            raise SaveError(f"checkpoint-{step} not written: {why or 'another rank failed'}")
+            raise SaveError(f"checkpoint-{step} not written: {reason or 'another rank failed'}")
 
     def _publish(self, draft: Path, final: Path, about: Mapping[str, Any]) -> None:
         """Rename a draft that is whole, and remove the oldest checkpoints."""
@@ -141,24 +141,24 @@ def on_rank_zero(work: Callable[[], T]) -> T:
 
 def list_checkpoints(folder: Path, state: str = STATE) -> list[Path]:
     """Return complete checkpoints, oldest first; the file `state` is written last."""
-    found = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / state).is_file()]
-    return sorted(found, key=lambda p: int(p.name[11:]))
+    checkpoints = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / state).is_file()]
+    return sorted(checkpoints, key=lambda p: int(p.name[11:]))
 
 
 def find_resume(config: JobConfig, state: str = STATE) -> Path | None:
     """Return the checkpoint to resume from: "auto" and true take the newest, a path that one."""
-    wanted = config.resume_from_checkpoint
+    setting = config.resume_from_checkpoint
     newest = next(reversed(list_checkpoints(Path(config.output_dir), state)), None)
-    if wanted == "auto" or (wanted is True and newest is not None):
+    if setting == "auto" or (setting is True and newest is not None):
         return newest
-    if wanted is True:
+    if setting is True:
         raise ConfigError(f"resume_from_checkpoint=true: no checkpoint in {config.output_dir}")
-    path = Path(str(wanted)) if wanted else None
+    path = Path(str(setting)) if setting else None
     if path is not None and not (path / state).is_file():
-        raise ConfigError(f"resume_from_checkpoint={wanted!r}: not a checkpoint (no {state})")
+        raise ConfigError(f"resume_from_checkpoint={setting!r}: not a checkpoint (no {state})")
     if newest is not None and (path is None or path.resolve() != newest.resolve()):
         # Two runs in one folder would each resume from the other's newest checkpoint.
-        raise ConfigError(f"resume_from_checkpoint={wanted!r}: {newest} is newer; resume from it, or set output_dir")
+        raise ConfigError(f"resume_from_checkpoint={setting!r}: {newest} is newer; resume from it, or set output_dir")
     return path
 
 
@@ -167,14 +167,14 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
 
     The whole model is then in the memory of the host, in the type that it is written in.
     """
-    folder, source = Path(config.output_dir), weights.source_of(config)
+    folder, source = Path(config.output_dir), weights.open_source(config)
     dtype = source.dtype or stored_type(config, precision)
     if config.dtype != "auto":
         dtype = stored_type(dataclasses.replace(config, use_peft=True), precision)
     # in 4 bits a merged adapter would mostly be lost by rounding
-    named: Any = str(dtype).removeprefix("torch.")
-    whole = dataclasses.replace(config, load_in_4bit=False, dtype=named)
-    model = build_model(whole, precision)
+    dtype_name: Any = str(dtype).removeprefix("torch.")
+    unquantized = dataclasses.replace(config, load_in_4bit=False, dtype=dtype_name)
+    model = build_model(unquantized, precision)
     if not config.use_peft:
         model.to(dtype)
     weights.fill(source, config.seed, model, torch.device("cpu"))
@@ -196,18 +196,18 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
 
     if not config.use_peft:
         return {"saved_model": write("model", model)}
-    made = {}
+    paths = {}
     if config.model_name_or_path.startswith("random:"):
         # Random weights exist nowhere else: save them, so that the adapter has a base model.
         base = source.plain.to(dtype)
         weights.fill(source, config.seed, base, torch.device("cpu"))
-        made["base"] = write("base", base)
-        for one in model.peft_config.values():
-            one.base_model_name_or_path = made["base"]
-    made["adapter"] = write("adapter", model)
+        paths["base"] = write("base", base)
+        for adapter in model.peft_config.values():
+            adapter.base_model_name_or_path = paths["base"]
+    paths["adapter"] = write("adapter", model)
     if config.export_merged:
-        made["merged"] = write("merged", model.merge_and_unload().to(dtype))
-    return made
+        paths["merged"] = write("merged", model.merge_and_unload().to(dtype))
+    return paths
 
 
 def _root(error: BaseException) -> str:

@@ -31,19 +31,19 @@ MOST_BYTES = 64 << 30  # of the files of one split
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
-def commits_of(config: JobConfig) -> dict[str, Any]:
+def resolve_commits(config: JobConfig) -> dict[str, Any]:
     """The commit of each name that is a hub's, by the setting of its revision. Raises ConfigError."""
-    found: dict[str, Any] = {}
+    commits: dict[str, Any] = {}
     for kind, name, revision in (
         ("model", "model_name_or_path", "model_revision"),
         ("model", "tokenizer_name", "tokenizer_revision"),
         ("dataset", "dataset_name", "dataset_revision"),
     ):
-        at, wanted = getattr(config, name), getattr(config, revision)
-        if at is not None and is_id(name, at):
-            with asking(name, at, wanted):
-                found[revision] = str(HfApi().resolve_revision(at, repo_type=kind, revision=wanted).resolved)
-    return found
+        repository, branch = getattr(config, name), getattr(config, revision)
+        if repository is not None and is_id(name, repository):
+            with explain_errors(name, repository, branch):
+                commits[revision] = str(HfApi().resolve_revision(repository, repo_type=kind, revision=branch).resolved)
+    return commits
 
 
 def is_id(setting: str, name: str) -> bool:
@@ -66,36 +66,36 @@ def download_data(name: str, revision: str, choose: Callable[[Path], list[str]])
     `choose` gets a folder with README.md, and with an empty file for each other file of the data set.
     """
     where: dict[str, Any] = {"repo_id": name, "repo_type": "dataset", "revision": revision}
-    with asking("dataset_name", name, revision), TemporaryDirectory() as folder:
+    with explain_errors("dataset_name", name, revision), TemporaryDirectory() as folder:
         listing = Path(folder).resolve()
         try:
-            listed = [one for one in HfApi().list_repo_tree(**where, recursive=True) if isinstance(one, RepoFile)]
+            listed = [entry for entry in HfApi().list_repo_tree(**where, recursive=True) if isinstance(entry, RepoFile)]
         except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx2.TransportError):
             cached = Path(snapshot_download(**where, allow_patterns=["README.md"]))
-            return [cached / one for one in choose(cached)]
-        sizes = {one.path: one.size for one in listed if (listing / one.path).resolve().is_relative_to(listing)}
+            return [cached / file for file in choose(cached)]
+        sizes = {entry.path: entry.size for entry in listed if (listing / entry.path).resolve().is_relative_to(listing)}
         for place in map(listing.joinpath, sizes):
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch()
         if "README.md" in sizes:
             shutil.copyfile(hf_hub_download(**where, filename="README.md"), listing / "README.md")
-        chosen = choose(listing)
-        if sum(sizes[one] for one in chosen) > MOST_BYTES:
+        files = choose(listing)
+        if sum(sizes[file] for file in files) > MOST_BYTES:
             raise ConfigError(f"dataset_name={name!r}: more than {MOST_BYTES >> 30} GiB of files in one split; download"
                               " the part that you need (`hf download --include`), and name its folder")  # fmt: skip
-        cached = Path(snapshot_download(**where, allow_patterns=list(map(glob.escape, chosen))))
-        return [cached / one for one in chosen]
+        cached = Path(snapshot_download(**where, allow_patterns=list(map(glob.escape, files))))
+        return [cached / file for file in files]
 
 
 def download_weights(name: str, revision: str) -> list[Path]:
     """Return the files with a model's weights, in its folder or in the cache of the hub's files. Raises ConfigError."""
     folder = Path(name)
     if not os.path.isdir(name):
-        with asking("model_name_or_path", name, revision):
+        with explain_errors("model_name_or_path", name, revision):
             download = partial(snapshot_download, name, revision=revision)
             folder = Path(download(allow_patterns=[WEIGHTS, INDEX, "generation_config.json"]))
             download(allow_patterns=list(map(glob.escape, _list_weights(folder))))
-    return [folder / one for one in _list_weights(folder)]
+    return [folder / file for file in _list_weights(folder)]
 
 
 def _list_weights(folder: Path) -> list[str]:
@@ -111,7 +111,7 @@ def _list_weights(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def asking(setting: str, name: str, revision: str | None) -> Iterator[None]:
+def explain_errors(setting: str, name: str, revision: str | None) -> Iterator[None]:
     """What goes wrong inside becomes a ConfigError that says which name, and why in the library's own words."""
     hooks = (session := get_session()).event_hooks
     if _bound not in hooks["request"]:
@@ -124,21 +124,21 @@ def asking(setting: str, name: str, revision: str | None) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         token = "the token in HF_TOKEN" if get_token() else "no token (HF_TOKEN)"
-        asked = f"revision {revision or 'main'}, asked of {constants.ENDPOINT} with {token}"
-        raise ConfigError(f"{setting}={name!r}: {' '.join(str(error).split())[:500]} ({asked})") from error
+        request = f"revision {revision or 'main'}, asked of {constants.ENDPOINT} with {token}"
+        raise ConfigError(f"{setting}={name!r}: {' '.join(str(error).split())[:500]} ({request})") from error
 
 
 def _bound(request: Any) -> None:
     """Limit the time of a request: of itself the library waits without end for an answer that is no file."""
     timeouts = request.extensions.get("timeout") or {}
     names = ("connect", "read", "write", "pool")
-    request.extensions["timeout"] = {one: timeouts.get(one) or constants.HF_HUB_ETAG_TIMEOUT for one in names}
+    request.extensions["timeout"] = {phase: timeouts.get(phase) or constants.HF_HUB_ETAG_TIMEOUT for phase in names}
 
 
 def main(name: str, revision: str) -> None:
     """Print the path of a model's config.json for `topoflight launch`; exits with why it cannot be had."""
     try:
-        with asking("model_name_or_path", name, revision):
+        with explain_errors("model_name_or_path", name, revision):
             print(hf_hub_download(name, "config.json", revision=revision))  # noqa: T201 - what the caller reads
     except ConfigError as error:
         sys.exit(str(error))

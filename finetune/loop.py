@@ -83,7 +83,7 @@ class Trainer:
         shape = model.causal_lm(net).config
         rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
-        fill = partial(weights.fill, weights.source_of(config), config.seed)
+        fill = partial(weights.fill, weights.open_source(config), config.seed)
         recorder.baseline_rss = runs.rss_bytes()  # with libraries and rows, without weights
         self.engine = parallel.Engine(net, layout, device, mesh, fill)
         del net
@@ -262,8 +262,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> to
 def build_schedule(optimizer: torch.optim.Optimizer, config: JobConfig, steps: int) -> Callable[[int], float]:
     """Return transformers' schedule: the share of the learning rate in a step, counted from zero."""
     warmup = math.ceil(config.warmup_steps * steps) if config.warmup_steps < 1 else int(config.warmup_steps)
-    made = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    share: Callable[[int], float] = made.lr_lambdas[0]
+    scheduler = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    share: Callable[[int], float] = scheduler.lr_lambdas[0]
     return share
 
 

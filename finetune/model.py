@@ -94,10 +94,10 @@ def stored_type(config: JobConfig, precision: str) -> torch.dtype:
     return requested or (torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def _load(name: str, load: Callable[..., Any], *words: Any, **more: Any) -> Any:
+def _load(name: str, load: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call a loader of transformers without running code that comes with the model, whatever the model asks for."""
-    with hub.asking("model_name_or_path", name, more.get("revision")):
-        return load(*words, trust_remote_code=False, **more)
+    with hub.explain_errors("model_name_or_path", name, options.get("revision")):
+        return load(*arguments, trust_remote_code=False, **options)
 
 
 def _check_four_bit(note: Callable[[str], None]) -> None:
@@ -223,14 +223,14 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
         return torch.stack([checkpoint(self._loss, h, y, use_reentrant=False) for h, y in parts]).sum()
 
 
-def cut(model: Any, bounds: Sequence[tuple[int, int]], mine: Sequence[int], fused_loss: bool) -> list[Chunk]:
+def cut(model: Any, bounds: Sequence[tuple[int, int]], stages: Sequence[int], fused_loss: bool) -> list[Chunk]:
     """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `mine` the stages to keep."""
     # Every chunk but the last works on a shallow copy; layers that no chunk keeps are freed with the model.
     chunks = []
-    for stage in mine:
-        whole = _shallow(model) if len(mine) > 1 else model
+    for stage in stages:
+        stage_model = _shallow(model) if len(stages) > 1 else model
         start, stop = bounds[stage]
-        chunks.append(Chunk(whole, stage == 0, stage == len(bounds) - 1, range(start, stop), fused_loss))
+        chunks.append(Chunk(stage_model, stage == 0, stage == len(bounds) - 1, range(start, stop), fused_loss))
     return chunks
 
 
@@ -276,7 +276,7 @@ def attend(
     rows, _, length, _ = query.shape
     bounds, lengths = documents
     if not dropout and _supports_varlen(query):
-        flat = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+        flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         from torch.nn.attention.varlen import varlen_attn
 
         packed: torch.Tensor = varlen_attn(
@@ -284,9 +284,9 @@ def attend(
         )
         return packed.unflatten(0, (rows, length)), None
     # split, whose gradient is one concatenation: slices would each add a gradient of the whole
-    each = [one.transpose(0, 1).flatten(1, 2)[None].split(lengths, dim=2) for one in (query, key, value)]
-    whole = torch.cat([causal(*parts) for parts in zip(*each, strict=True)], dim=2)[0].unflatten(1, (rows, length))
-    return whole.permute(1, 2, 0, 3), None
+    each = [tensor.transpose(0, 1).flatten(1, 2)[None].split(lengths, dim=2) for tensor in (query, key, value)]
+    attended = torch.cat([causal(*parts) for parts in zip(*each, strict=True)], dim=2)[0].unflatten(1, (rows, length))
+    return attended.permute(1, 2, 0, 3), None
 
 
 def _supports_varlen(query: torch.Tensor) -> bool:

@@ -58,23 +58,23 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     # without a plan one degree of data parallelism follows from the number of ranks: with hybrid_shard the replicas
     is_hybrid = {"sharding", "dp_shard"} <= settings.keys()
     spread = {"dp_shard": 1} if settings.get("sharding") == "ddp" else {} if is_hybrid else {"dp_replicate": 1}
-    wanted = resolve_layout({"tp": 1, "pp": 1, "cp": 1, "sharding": "zero3", **spread, **settings}, world_size, node)
-    wanted = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **wanted, "world_size": world_size}
-    if "sharding" not in settings.keys() & wanted.keys() and wanted["dp_shard"] == wanted["cp"] == 1:
-        wanted["sharding"] = "ddp"
-    if wanted["pp"] > 1:
-        wanted.setdefault("gradient_accumulation", wanted["pp"] * wanted.get("virtual_stages", 1))
-    return parse_layout(wanted, "layout")
+    resolved = resolve_layout({"tp": 1, "pp": 1, "cp": 1, "sharding": "zero3", **spread, **settings}, world_size, node)
+    resolved = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **resolved, "world_size": world_size}
+    if "sharding" not in settings.keys() & resolved.keys() and resolved["dp_shard"] == resolved["cp"] == 1:
+        resolved["sharding"] = "ddp"
+    if resolved["pp"] > 1:
+        resolved.setdefault("gradient_accumulation", resolved["pp"] * resolved.get("virtual_stages", 1))
+    return parse_layout(resolved, "layout")
 
 
-def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
+def list_refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
     """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
     heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
     kernel, layers = getattr(shape, "_attn_implementation", None), shape.num_hidden_layers
     is_quantised = getattr(shape, "quantization_config", None) is not None
     tp, pp, times = layout.tp, layout.pp, layout.gradient_accumulation
-    stages, given = pp * layout.virtual_stages, sum(layout.stage_layers)
-    why = {
+    stages, layers_given = pp * layout.virtual_stages, sum(layout.stage_layers)
+    reasons = {
         f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
         f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
         "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
@@ -94,8 +94,8 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
             tp > 1 and layout.sequence_parallel and lora,
         "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
         "sequence": tp > 1 and layout.sequence_parallel and kernel == "eager",
-        f"stage_layers={layout.stage_layers}: add up to {given}, the model has {layers}":
-            pp > 1 and bool(layout.stage_layers) and given != layers,
+        f"stage_layers={layout.stage_layers}: add up to {layers_given}, the model has {layers}":
+            pp > 1 and bool(layout.stage_layers) and layers_given != layers,
         f"{stages} pipeline stages: the model has {layers} layers, each stage needs one":
             pp > 1 and (stages > layers or 0 in layout.stage_layers),
         f"gradient_accumulation={times}: a pipeline needs at least pp={pp}": pp > 1 and times < pp,
@@ -104,7 +104,7 @@ def refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
         "pp with tied embeddings: first and last stage would each train their own copy":
             pp > 1 and bool(getattr(shape, "tie_word_embeddings", False)),
     }  # fmt: skip
-    return [text for text, holds in why.items() if holds]
+    return [text for text, holds in reasons.items() if holds]
 
 
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
@@ -217,8 +217,8 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     if chunk.last and isinstance(lm.lm_head, nn.Linear):
         ends["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     if chunk.last and sequence_parallel:  # the head and the loss take whole sequences
-        whole = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-        for style in (SequenceParallel(use_local_output=True), whole):
+        gathered = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        for style in (SequenceParallel(use_local_output=True), gathered):
             parallelize_module(lm.model.norm, mesh, style)
     if chunk.first and isinstance(lm.model.embed_tokens, nn.Embedding):
         ends["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
@@ -235,13 +235,13 @@ class Engine:
     ) -> None:
         self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")
-        why = refusals(layout, causal_lm(model).config, self.adapters)
-        if why:
-            raise ConfigError(f"layout {layout.family}: " + "; ".join(why))
+        reasons = list_refusals(layout, causal_lm(model).config, self.adapters)
+        if reasons:
+            raise ConfigError(f"layout {layout.family}: " + "; ".join(reasons))
         bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
-        at = mesh.get_local_rank("pp") if mesh is not None else 0
+        pp_rank = mesh.get_local_rank("pp") if mesh is not None else 0
         self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None
-        self.numbers = range(at, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
+        self.numbers = range(pp_rank, len(bounds), layout.pp)  # interleaved: rank r holds stages r, r + pp, ...
         self.width = causal_lm(model).config.hidden_size, causal_lm(model).dtype
         self.chunks = cut(model, bounds, self.numbers, layout.fused_cross_entropy)
         self.modules = [parallelize(chunk, layout, mesh, device, fill) for chunk in self.chunks]
@@ -256,15 +256,15 @@ class Engine:
 
         torch then does not run the model once more in the first step to find the shapes between stages.
         """
-        stages, known, total = [], {}, self.layout.pp * self.layout.virtual_stages
+        stages, shapes, total = [], {}, self.layout.pp * self.layout.virtual_stages
         for number, chunk, module in zip(self.numbers, self.chunks, self.modules, strict=True):
             if tokens is not None:
                 loss = torch.empty(1, device="meta", requires_grad=True)
-                known = {
-                    "input_args": tokens if chunk.first else self._passed(tokens),
-                    "output_args": loss if chunk.last else self._passed(tokens),
+                shapes = {
+                    "input_args": tokens if chunk.first else self._make_passed(tokens),
+                    "output_args": loss if chunk.last else self._make_passed(tokens),
                 }
-            stages.append(PipelineStage(module, number, total, self.device, group=self.pipeline, **known))
+            stages.append(PipelineStage(module, number, total, self.device, group=self.pipeline, **shapes))
         options: Any = {
             "n_microbatches": self.layout.gradient_accumulation,
             "loss_fn": lambda out, _: out.sum() * self.scale,
@@ -312,7 +312,7 @@ class Engine:
             total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.packed).sum() for b in moved]).sum()
         return total if self.counts_loss else total * 0
 
-    def _passed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _make_passed(self, tokens: torch.Tensor) -> torch.Tensor:
         """What one stage hands to the next: hidden states, split where sequence parallelism splits them."""
         width, stored = self.width
         low = torch.bfloat16 if self.layout.precision == "bf16" else stored
@@ -348,8 +348,8 @@ class Engine:
         """
         module = self.modules[0]
         if isinstance(module, DistributedDataParallel) and not last:
-            held: contextlib.AbstractContextManager[None] = module.no_sync()
-            return held
+            no_sync: contextlib.AbstractContextManager[None] = module.no_sync()
+            return no_sync
         if isinstance(module, FSDPModule):
             scatters = last or (self.layout.dp_shard > 1 and not self.adapters)
             module.set_requires_gradient_sync(scatters)

@@ -96,12 +96,12 @@ class Wire:
 
     def receive(self) -> list[dict[str, Any]]:
         """Return what has come since the last call."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         try:
             self.connection.setblocking(False)
             while raw := self.connection.recv(65536):
                 *lines, self._left = (self._left + raw).split(b"\n")
-                found += [value for line in lines if isinstance(value := json.loads(line), dict)]
+                messages += [value for line in lines if isinstance(value := json.loads(line), dict)]
                 if len(self._left) > _LINE_BYTES:
                     raise ValueError("a line that does not end")
             self.close()
@@ -109,7 +109,7 @@ class Wire:
             pass
         except (OSError, ValueError, RecursionError):  # closed by one of the two, or no JSON
             self.close()
-        return found
+        return messages
 
     def close(self) -> None:
         """End the connection."""
@@ -129,7 +129,7 @@ class Ranks:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if restarts is not None:
             environment["TOPOFLIGHT_RESTARTS"] = str(restarts)
-        words = [
+        command = [
             sys.executable, "-m", "torch.distributed.run", f"--nnodes={settings.nodes}",
             f"--node-rank={settings.index}", f"--nproc-per-node={settings.ranks}", f"--master-addr={address}",
             f"--master-port={ports[0]}", f"--rdzv-conf=timeout={settings.wait:.0f}", *settings.words,
@@ -139,7 +139,7 @@ class Ranks:
             if settings.nodes > 1:
                 bench += [f"--nodes={settings.nodes}", f"--node-rank={settings.index}"]
                 bench += [f"--rendezvous={address}:{ports[1]}"]
-            words = ["sh", "-c", f"{shlex.join(bench)} && exec {shlex.join(words)}"]
+            command = ["sh", "-c", f"{shlex.join(bench)} && exec {shlex.join(command)}"]
             settings.log("measuring what the ranks will use, before they train")
         self._over = threading.Event()
         # a thread apart from the loop that answers the other pods: the folder's file server may not answer
@@ -148,7 +148,7 @@ class Ranks:
         self._nccl.start()
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb") as stream:
-            self._tree = processes.Tree(words, environment, stream)
+            self._tree = processes.Tree(command, environment, stream)
         self._output = threading.Thread(target=self._copy, args=(reading,), name="the ranks' output", daemon=True)
         self._output.start()
 
@@ -160,19 +160,19 @@ class Ranks:
 
     def _copy_nccl(self, earlier: frozenset[Path]) -> None:
         """Copy whole lines of this pod's NCCL logs, one file a rank, which the pod's log would not hold otherwise."""
-        read: dict[Path, int] = {}
+        offsets: dict[Path, int] = {}
         over = False
         while not over:
             over = self._over.wait(1.0)
             for path in self._nccl_logs():
-                at = read.get(path, 0)
-                if path in earlier or at > _MOST_NCCL_BYTES:
+                offset = offsets.get(path, 0)
+                if path in earlier or offset > _MOST_NCCL_BYTES:
                     continue
                 with contextlib.suppress(OSError), path.open("rb") as stream:
-                    stream.seek(at)
-                    whole = b"".join(stream.read(1 << 20).rpartition(b"\n")[:2])
-                    read[path] = at + len(whole)
-                    _write(whole)
+                    stream.seek(offset)
+                    lines = b"".join(stream.read(1 << 20).rpartition(b"\n")[:2])
+                    offsets[path] = offset + len(lines)
+                    _write(lines)
 
     def _nccl_logs(self) -> list[Path]:
         """Return the log files of NCCL that the ranks of this host have written into the output folder."""
@@ -191,7 +191,7 @@ class Ranks:
         code, now = self._tree.process.poll(), time.monotonic()
         if code is not None:
             self._output.join(5.0)
-            first = run_record.first_failed_rank(self._tail.decode(errors="replace")) if code else None
+            first = run_record.find_first_failed(self._tail.decode(errors="replace")) if code else None
             if first is None or first.exit_code is None:  # a benchmark that SIGTERM ended early has no result
                 return RESUMABLE if code and terminating else code
             return first.exit_code
@@ -243,8 +243,8 @@ class Pod:
             return self._run_once()
         if settings.index == 0:
             self._end_record(RESUMABLE, "its pod was lost", 0.0)  # of a start whose pods are all gone
-            self.before = post.written_at(settings.output)
-            start = partial(self._lead, _listen(settings.meet[1]))
+            self.before = post.find_write_time(settings.output)
+            start = partial(self._run_as_leader, _listen(settings.meet[1]))
         while (code := start()) == RESUMABLE:
             if self.terminating:
                 return TERMINATED
@@ -253,7 +253,7 @@ class Pod:
     def _run_once(self) -> int:
         """Run the ranks once; an operator restarts what fails. Return the exit code."""
         settings, (host, port) = self.settings, self.settings.meet
-        self.before = post.written_at(settings.output)
+        self.before = post.find_write_time(settings.output)
         address = host if settings.index else "127.0.0.1"
         with contextlib.closing(Ranks(settings, address, (port, port + 1))) as ranks:
             while (code := ranks.poll(terminating=self.terminating, troubled=False)) is None:
@@ -262,7 +262,7 @@ class Pod:
             code = TERMINATED  # for an operator to start the pod again; Slurm's script goes by the job's own code
             if settings.output is not None and "SLURM_JOB_ID" in os.environ:
                 path = settings.output / "run.json"
-                code = run_record.own_exit_code(path, TERMINATED, self.before, cut_short=True)
+                code = run_record.read_exit_code(path, TERMINATED, self.before, cut_short=True)
         code = code if code >= 0 else run_record.KILLED - code
         if code and settings.index == 0:
             self.why = f"the ranks of pod 0 ended with exit code {code}. {ranks.last_error()}".strip()
@@ -289,7 +289,7 @@ class Pod:
 
     # pod 0
 
-    def _lead(self, listener: socket.socket) -> int:
+    def _run_as_leader(self, listener: socket.socket) -> int:
         """Make one start as pod 0: gather the pods, run the ranks, and send what follows. Return its code."""
         settings = self.settings
         for _ in self._wait():
@@ -301,7 +301,7 @@ class Pod:
             self.waiting_for = f"pod{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {settings.nodes}"
             if not missing:
                 break
-        self.before = post.written_at(settings.output)
+        self.before = post.find_write_time(settings.output)
         with _listen(0) as first, _listen(0) as second:
             ports = [first.getsockname()[1], second.getsockname()[1]]
         wires, self.peers = self.peers, {}
@@ -309,18 +309,18 @@ class Pod:
             wire.send(go=ports)
         with contextlib.closing(Ranks(settings, "127.0.0.1", ports, self.restarts)) as ranks:
             codes, lost = self._watch(listener, ranks, wires)
-        code, why = self.judge(codes, lost)
+        code, reason = self.judge(codes, lost)
         if code not in (0, RESUMABLE):
             if settings.measure and code == MEASURED_FAILURE:
-                why = f"not started: measured before the job: {why}"
+                reason = f"not started: measured before the job: {reason}"
             error = ranks.last_error()
-            self.why = why = f"{why}. The last error in pod 0: {error}" if error else why
+            self.why = reason = f"{reason}. The last error in pod 0: {error}" if error else reason
         for wire in wires.values():
-            wire.send(code=code, why=why)
+            wire.send(code=code, why=reason)
             wire.close()
-        if why:
-            settings.log(why if self.why else f"{why}; restart {self.restarts} of {settings.restarts}")
-        self._end_record(code, why, self.before)
+        if reason:
+            settings.log(reason if self.why else f"{reason}; restart {self.restarts} of {settings.restarts}")
+        self._end_record(code, reason, self.before)
         return code
 
     def _admit(self, listener: socket.socket) -> None:
@@ -377,19 +377,19 @@ class Pod:
         killed = [str(index) for index, code in codes.items() if code == -signal.SIGKILL]
         failed = {index: code for index, code in codes.items() if code not in (0, ENDED_HERE)}
         if lost:
-            why = f"pod {', '.join(map(str, sorted(lost)))} was lost"
+            reason = f"pod {', '.join(map(str, sorted(lost)))} was lost"
         elif saved or self.terminating:
-            why = f"the ranks of pod {', '.join(saved)} ended after SIGTERM" if saved else "pod 0 received SIGTERM"
+            reason = f"the ranks of pod {', '.join(saved)} ended after SIGTERM" if saved else "pod 0 received SIGTERM"
         elif killed or not failed:
-            why = f"a rank of pod {', '.join(killed)} was ended by SIGKILL"
+            reason = f"a rank of pod {', '.join(killed)} was ended by SIGKILL"
         else:
             index, code = max(failed.items(), key=lambda item: (item[1] > 1, item[1] > 0, -item[0]))  # the job's own
             code = code if code > 0 else run_record.KILLED - code
             return code, f"the ranks of pod {index} ended with exit code {code}"
         if self.terminating or self.restarts < self.settings.restarts:
             self.restarts += 1
-            return RESUMABLE, why
-        done = f"{why}; restart {self.settings.restarts} of {self.settings.restarts} is used up"
+            return RESUMABLE, reason
+        done = f"{reason}; restart {self.settings.restarts} of {self.settings.restarts} is used up"
         return UNAVAILABLE, f"{done}: a new launch resumes from the last checkpoint"
 
     # the others
@@ -409,10 +409,10 @@ class Pod:
                             time.sleep(LINGER_SECONDS if code else 0.0)
                         return code
                     troubled = troubled or bool(message.get("troubled"))
-                if not ended and (own := ranks.poll(terminating=self.terminating, troubled=troubled)) is not None:
-                    wire.send(ended=own)
+                if not ended and (exit_code := ranks.poll(terminating=self.terminating, troubled=troubled)) is not None:
+                    wire.send(ended=exit_code)
                     ended = True
-                    if own:  # pod 0 decides within half of this time, unless it is stopped
+                    if exit_code:  # pod 0 decides within half of this time, unless it is stopped
                         until = time.monotonic() + 4 * self.settings.save
         self.settings.log("pod 0 was lost; waiting for the next")
         self._end_record(RESUMABLE, "pod 0 was lost", 0.0)
@@ -437,14 +437,14 @@ class Pod:
                 time.sleep(1.0)
         raise AssertionError  # `_wait` ends by an error
 
-    def _end_record(self, code: int, why: str, began: float) -> None:
+    def _end_record(self, code: int, reason: str, began: float) -> None:
         """End the record that its ranks could not end, and upload it."""
         if self.settings.output is None:
             return
         status = "interrupted" if code in (RESUMABLE, UNAVAILABLE, TERMINATED) else "failed"
         code = RESUMABLE if code == UNAVAILABLE else code  # a new launch resumes
         path = self.settings.output / "run.json"
-        record, is_ended = run_record.end(path, status=status, exit_code=code, reason=why, began=began)
+        record, is_ended = run_record.end(path, status=status, exit_code=code, reason=reason, began=began)
         if record and is_ended and (text := post.send(run_record.dumps(record).encode(), post.ONE_SECONDS)):
             self.settings.log(f"the agent does not have this run's record: {text}")
 
@@ -452,12 +452,12 @@ class Pod:
 def _listen(port: int) -> socket.socket:
     """Listen for all families that the pod has; accepting does not wait."""
     both = socket.has_dualstack_ipv6()
-    made = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
-    made.setblocking(False)
-    return made
+    listener = socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+    listener.setblocking(False)
+    return listener
 
 
-def output_of(words: Sequence[str]) -> Path | None:
+def find_output(words: Sequence[str]) -> Path | None:
     """The job's output folder, as its command line, its plan or its YAML names it; None where these are refused."""
     plan, config = (
         Path(words[words.index(option) + 1]) if option in words[:-1] else None for option in ("--plan", "--config")
@@ -485,8 +485,8 @@ def read_settings(argv: Sequence[str], environment: Mapping[str, str]) -> Settin
     parser.add_argument("words", nargs="+", metavar="torchrun ...")
     options = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     host, _, port = options["meet"].rpartition(":")
-    words = tuple(options["words"][1:] if options["words"][0] == "torchrun" else options["words"])
-    return Settings(**{**options, "meet": (host, int(port)), "words": words, "output": output_of(words)})
+    command = tuple(options["words"][1:] if options["words"][0] == "torchrun" else options["words"])
+    return Settings(**{**options, "meet": (host, int(port)), "words": command, "output": find_output(command)})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

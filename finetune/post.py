@@ -76,7 +76,7 @@ def main(path: str) -> int:
     return int(bool(why))
 
 
-def written_at(output: Path | None) -> float:
+def find_write_time(output: Path | None) -> float:
     """A moment after the record that lies there was written, by the clock that wrote it; 0.0: there is none."""
     try:
         return (output / "run.json").stat().st_mtime + 1e-6 if output else 0.0
@@ -89,15 +89,15 @@ def write_termination_message(record: Path, place: Path, why: str = "", began: f
 
     `why` is the reason where the ranks failed before they could write a record; one from before `began` is not theirs.
     """
-    found = run_record.of_start(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
-    if found is None:
+    run = run_record.read_since(record, began) or (run_record.RunRecord(status="failed", reason=why) if why else None)
+    if run is None:
         return
     short = {
-        "status": found.status, "reason": (found.reason or "")[:500] or None, "started_at": found.started_at,
-        "host": found.host, "steps_done": found.steps_done, "transports": found.transports[:12],
-        "measured": {"step_seconds": found.measured.step_seconds, "counted_steps": found.measured.counted_steps},
-        "nccl": {"interfaces": found.nccl.interfaces[:12]} if found.nccl else None,
-        "plan": {"forecast": {"step_seconds": plain.write(found.plan.forecast.step_seconds)}},
+        "status": run.status, "reason": (run.reason or "")[:500] or None, "started_at": run.started_at,
+        "host": run.host, "steps_done": run.steps_done, "transports": run.transports[:12],
+        "measured": {"step_seconds": run.measured.step_seconds, "counted_steps": run.measured.counted_steps},
+        "nccl": {"interfaces": run.nccl.interfaces[:12]} if run.nccl else None,
+        "plan": {"forecast": {"step_seconds": plain.write(run.plan.forecast.step_seconds)}},
     }  # fmt: skip
     with contextlib.suppress(OSError):  # the record itself is in the output folder
         place.write_text(json.dumps(short)[:4096])
@@ -127,10 +127,10 @@ def _send(url: str, body: bytes) -> str:
             "POST", f"{url.rstrip('/')}/runs", body=body, headers=headers, timeout=ONE_SECONDS, retries=retries,
             redirect=False, preload_content=False,
         )  # fmt: skip
-        why = "" if answer.status < 300 else f"it answered {answer.status}"
+        problem = "" if answer.status < 300 else f"it answered {answer.status}"
     except urllib3.exceptions.HTTPError as error:
-        why = str(error)
-    hidden = why.replace(token, "TOKEN") if token else why
+        problem = str(error)
+    hidden = problem.replace(token, "TOKEN") if token else problem
     return "".join(c if c.isprintable() else " " for c in hidden[:400])
 
 

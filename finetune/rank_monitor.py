@@ -97,7 +97,7 @@ Frame = tuple[str, int, str]  # file, line, function
 Connection = tuple[int, bool, int]  # descriptor, whether bytes are sent again, bytes sent and received so far
 
 
-def phase_of(stack: list[Frame]) -> str:
+def find_phase(stack: list[Frame]) -> str:
     """What a stack does, innermost frame first. A library's frame shows more than a function's name."""
     places = [f"/{file}:{function}" for file, _, function in stack]
     if any(map(_JOIN.search, places)):
@@ -115,9 +115,9 @@ def phase_of(stack: list[Frame]) -> str:
 class RankMonitor(threading.Thread):
     """The monitoring thread of one rank."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, *, asked: str = "", file: str = STATE) -> None:
+    def __init__(self, folder: Path, rank: int, world_size: int, *, rendezvous: str = "", file: str = STATE) -> None:
         super().__init__(name="topoflight-rank-monitor", daemon=True)
-        self.asked, self.answer = asked, ""  # address of the rendezvous, until this rank has met the others there
+        self.asked, self.answer = rendezvous, ""  # address of the rendezvous, until this rank has met the others there
         self.file = file.format(rank=rank)
         self.folder, self.rank = folder / RANKS_FOLDER, rank
         main = threading.main_thread()
@@ -128,18 +128,18 @@ class RankMonitor(threading.Thread):
         self.resent: Counter[str] = Counter()
         self.held: Counter[str] = Counter()
         self.places: Counter[str] = Counter()
-        self.phase, self.since = "rendezvous" if asked else "compute", time.time()
+        self.phase, self.since = "rendezvous" if rendezvous else "compute", time.time()
         self.where: tuple[str, ...] = ()
         self.own: tuple[str, ...] = ()
         self.calls, self.moved, self.dumped = 0, time.monotonic(), 0.0
-        self.last_request = self._requested_at()
+        self.last_request = self._get_request_time()
         self.marks: list[dict[str, Any]] = []
         self.over = threading.Event()
         self.writing = threading.Lock()  # nothing replaces the final state
-        self.fixed = {"rank": rank, "world_size": world_size, **_identity()}
+        self.fixed = {"rank": rank, "world_size": world_size, **_get_identity()}
         self.traffic: dict[int, int] = {}  # by descriptor of a connection: bytes so far
         self.uncounted = 0  # bytes that sockets moved, less those that this monitor wrote into files (a dump is 2 MB)
-        self.effort = self._effort()
+        self.effort = self._measure_effort()
         self.pid = os.getpid()
         self.random = random.Random()  # noqa: S311 - the job's own random numbers stay as they are
 
@@ -159,10 +159,10 @@ class RankMonitor(threading.Thread):
                 self._remove_files_of_others()
             still = now - self.moved
             stalled = still >= STALL_SECONDS and now - self.dumped >= max(STALL_SECONDS, still) / 2
-            before, self.last_request = self.last_request, max(self._requested_at(), self.last_request)
+            before, self.last_request = self.last_request, max(self._get_request_time(), self.last_request)
             if requested := self.last_request > before:  # every rank has checked by then, and all dump at the same time
-                late = self.last_request + 2 * INTERVAL_SECONDS - time.time()
-                self.over.wait(min(max(0.0, late), INTERVAL_SECONDS))
+                remaining = self.last_request + 2 * INTERVAL_SECONDS - time.time()
+                self.over.wait(min(max(0.0, remaining), INTERVAL_SECONDS))
             if stalled or requested:
                 self.dump()
                 written = 0.0
@@ -187,19 +187,19 @@ class RankMonitor(threading.Thread):
 
     def sample(self) -> None:
         """Record where the main thread is now."""
-        stack = _stack(sys._current_frames().get(self.main))
+        stack = _walk_stack(sys._current_frames().get(self.main))
         self._set_place(stack)
         if self.asked:
             self.answer = _answer_of(self.asked, self.answer)
             return
-        calls, in_call = _collectives()
-        phase = phase_of(stack)
+        calls, in_call = _count_collectives()
+        phase = find_phase(stack)
         if phase in ("compute", "evaluate") and stack and _INPUT.search(linecache.getline(*stack[0][:2])):
             phase = "prompt"
         if in_call is not None and phase in ("compute", "evaluate") and self._waits(stack, in_call):
             phase = "collective"
         elif phase == "compute" and stack and _WAITS_FOR_THREAD.search(stack[0][0]):
-            phase = _work_of_threads() or phase
+            phase = _find_thread_work() or phase
         if phase != self.phase:
             self.phase, self.since = phase, time.time()
         self.samples[phase] += 1
@@ -208,16 +208,16 @@ class RankMonitor(threading.Thread):
             self.places.update(set(self.own))
             self.calls, self.moved = calls, time.monotonic()
             self.held.clear()
-        connections = list(_connections())
+        connections = list(_list_connections())
         self._count_traffic(connections)
-        for address, waits, again in _sending(connections):
+        for address, waits, again in _list_sending(connections):
             self.unsent[address] += waits
             self.resent[address] += again
             self.held[address] += waits or again
 
     def _set_place(self, stack: list[Frame]) -> None:
-        own = [frame for frame in stack if _is_own(frame[0])]
-        self.where, self.own = (tuple(map(_shown, frames[:_SHOWN])) for frames in (stack, own))
+        user_frames = [frame for frame in stack if _is_own(frame[0])]
+        self.where, self.own = (tuple(map(_format_frame, frames[:_SHOWN])) for frames in (stack, user_frames))
 
     def _waits(self, stack: list[Frame], in_call: str) -> bool:
         """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
@@ -235,7 +235,7 @@ class RankMonitor(threading.Thread):
             return state == "R" or in_library
         return state != "R" and in_library
 
-    def _requested_at(self) -> float:
+    def _get_request_time(self) -> float:
         """Return the time at which `topoflight why` last requested a dump; 0 if it never did."""
         try:
             return (self.folder / ASK).stat().st_mtime
@@ -248,7 +248,7 @@ class RankMonitor(threading.Thread):
         # no call yet, another torch, a full disk: the verdict does without it
         with self.writing, contextlib.suppress(Exception):
             if not self.asked:
-                self._replace(TRACE.format(rank=self.rank), _recorder()[0]())
+                self._replace(TRACE.format(rank=self.rank), _find_recorder()[0]())
 
     def write(self, *, ended: bool = False) -> None:
         """Replace the rank's file."""
@@ -260,24 +260,24 @@ class RankMonitor(threading.Thread):
             self.marks.append({"at": now, **so_far})
             if len(self.marks) > MOST_MARKS:
                 del self.marks[1::2]
-            error, stack = _error() if ended else (None, [])
+            error, stack = _get_error() if ended else (None, [])
             if stack:
                 self._set_place(stack)
-            before, self.effort = self.effort, self._effort()
+            before, self.effort = self.effort, self._measure_effort()
             seconds, cpu, moved, children = (new - old for new, old in zip(self.effort, before, strict=True))
-            least = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
+            usual_from = max(_USUAL_LOOKS, _USUAL_SHARE * sum(self.moving.values()))
             state = {
                 **self.fixed, "written": now, "phase": self.phase, "since": self.since, "where": self.where,
                 "asked": self.asked, "answer": self.answer, "own": self.own,
-                "usual": [place for place, count in self.places.items() if count >= least],
+                "usual": [place for place, count in self.places.items() if count >= usual_from],
                 "cpu_share": min(1.0, cpu / seconds) if seconds > 0 else None,
                 "is_active": moved > _ACTIVE_BYTES or children > 0.05 * seconds,
-                **so_far, "marks": self.marks, "groups": _groups(), "resent": dict(self.resent),
-                "held": dict(self.held), "ended": ended, "error": error, "ends": _ends(),
+                **so_far, "marks": self.marks, "groups": _list_groups(), "resent": dict(self.resent),
+                "held": dict(self.held), "ended": ended, "error": error, "ends": _list_ends(),
             }  # fmt: skip
             self._replace(self.file, json.dumps(state).encode())
 
-    def _effort(self) -> tuple[float, float, float, float]:
+    def _measure_effort(self) -> tuple[float, float, float, float]:
         """(now, CPU seconds of the main thread, bytes that the process moved, CPU seconds of its children)."""
         cpu = moved = children = 0.0
         with contextlib.suppress(OSError, AttributeError):
@@ -314,16 +314,16 @@ class RankMonitor(threading.Thread):
         self.over.set()
         handler = signal.getsignal(signal.SIGTERM)  # None: not of Python, and stays
         is_ours = handler is not None and threading.current_thread() is threading.main_thread()
-        late: list[int] = []
+        signals: list[int] = []
         if is_ours:
-            signal.signal(signal.SIGTERM, lambda number, _: late.append(number))
+            signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
         try:
             self.write(ended=True)
             self.dump()
         finally:
             if is_ours:
                 signal.signal(signal.SIGTERM, handler)
-            if late:
+            if signals:
                 signal.raise_signal(signal.SIGTERM)
         self.join(timeout=2 * INTERVAL_SECONDS)
 
@@ -358,11 +358,11 @@ def starting(function: Any, folder: Path) -> Any:
     def init_process_group(*arguments: Any, **options: Any) -> Any:
         nonlocal monitor
         with contextlib.suppress(Exception):  # after any error the job continues
-            known = inspect.signature(function).bind(*arguments, **options).arguments
-            rank, world = (int(os.environ[name.upper()] if known.get(name, -1) < 0 else known[name])
+            bound = inspect.signature(function).bind(*arguments, **options).arguments
+            rank, world = (int(os.environ[name.upper()] if bound.get(name, -1) < 0 else bound[name])
                            for name in ("rank", "world_size"))  # fmt: skip
             if monitor is None and world > 1:
-                monitor = _watch(RankMonitor(folder, rank, world, asked=_place(known)))
+                monitor = _watch(RankMonitor(folder, rank, world, rendezvous=_find_rendezvous(bound)))
         result = function(*arguments, **options)
         with contextlib.suppress(Exception):
             import torch.distributed as dist
@@ -387,8 +387,8 @@ def launching(function: Any, folder: Path) -> Any:
     def launch_agent(config: Any, *arguments: Any, **options: Any) -> Any:
         with contextlib.suppress(Exception):
             node = config.rdzv_configs.get("rank", _UNNUMBERED + os.getpid() % _UNNUMBERED)
-            asked = config.rdzv_endpoint or "the rendezvous"
-            _watch(RankMonitor(folder, node, config.max_nodes, asked=asked, file=NODE_STATE))
+            rendezvous = config.rdzv_endpoint or "the rendezvous"
+            _watch(RankMonitor(folder, node, config.max_nodes, rendezvous=rendezvous, file=NODE_STATE))
         try:
             return function(config, *arguments, **options)
         except Exception as error:
@@ -412,10 +412,10 @@ def _watch(monitor: RankMonitor) -> RankMonitor:
     return monitor
 
 
-def _place(known: dict[str, Any]) -> str:
+def _find_rendezvous(bound: dict[str, Any]) -> str:
     """The address of the rendezvous that init_process_group asks: "10.0.0.1:29500"."""
-    method = str(known.get("init_method") or "env://")
-    if known.get("store") is not None or method.startswith("file:"):
+    method = str(bound.get("init_method") or "env://")
+    if bound.get("store") is not None or method.startswith("file:"):
         return "the rendezvous"
     return urlsplit(method).netloc or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
@@ -423,7 +423,7 @@ def _place(known: dict[str, Any]) -> str:
 def _answer_of(place: str, before: str) -> str:
     """ "connected" to the port, or where none is known; "closed" where it was; "unresolved" by name; else empty."""
     host, _, port = place.rpartition(":")
-    peers = (_address(fd, _LIBC.getpeername) for fd, *_ in _connections())
+    peers = (_get_address(fd, _LIBC.getpeername) for fd, *_ in _list_connections())
     if not port.isdecimal() or any(peer and str(peer[1]) == port for peer in peers):
         return "connected"
     if before in ("connected", "closed"):
@@ -434,26 +434,26 @@ def _answer_of(place: str, before: str) -> str:
         return "unresolved"
 
 
-def _stack(frame: FrameType | None) -> list[Frame]:
-    found: list[Frame] = []
-    while frame is not None and len(found) < _DEEPEST:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
+def _walk_stack(frame: FrameType | None) -> list[Frame]:
+    frames: list[Frame] = []
+    while frame is not None and len(frames) < _DEEPEST:
+        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
         frame = frame.f_back
-    return found
+    return frames
 
 
-def _work_of_threads() -> str:
+def _find_thread_work() -> str:
     """The long work of another thread, for which the main thread may wait: "server" or "save"; else empty.
 
     Daemon threads serve something in the background, such as a logger or a metrics page. No thread waits for them.
     """
     work = {thread.ident for thread in threading.enumerate() if not thread.daemon}
-    stacks = [_stack(one) for ident, one in sys._current_frames().items() if ident in work]
-    phases = set(map(phase_of, stacks))
+    stacks = [_walk_stack(frame) for ident, frame in sys._current_frames().items() if ident in work]
+    phases = set(map(find_phase, stacks))
     return next((phase for phase in ("server", "save") if phase in phases), "")
 
 
-def _shown(frame: Frame) -> str:
+def _format_frame(frame: Frame) -> str:
     file, line, name = frame
     return f"{file.rpartition('/')[2]}:{line} {name}"
 
@@ -467,7 +467,7 @@ def _is_installed(file: str) -> bool:
     return "/site-packages/" in file or "/dist-packages/" in file
 
 
-def _recorder() -> tuple[Callable[[], bytes], dict[str, Any]]:
+def _find_recorder() -> tuple[Callable[[], bytes], dict[str, Any]]:
     """What dumps the recorder that has calls, and the state of its groups.
 
     A build of PyTorch for CUDA keeps NCCL's calls apart from those of gloo. Raises Exception: any release of torch.
@@ -479,14 +479,14 @@ def _recorder() -> tuple[Callable[[], bytes], dict[str, Any]]:
     return c10d._dump_fr_trace_json, {}
 
 
-def _collectives() -> tuple[int, str | None]:
+def _count_collectives() -> tuple[int, str | None]:
     """(collectives enqueued by this rank, over all groups; "started" or "called" where one is not over).
 
     NCCL reports which have begun on the GPU, gloo (-1) only which have been called. None: no recorder.
     """
     try:
-        groups = _recorder()[1].values()
-        rows = [tuple(int(group[f"last_{one}_collective"]) for one in ("enqueued", "started", "completed"))
+        groups = _find_recorder()[1].values()
+        rows = [tuple(int(group[f"last_{state}_collective"]) for state in ("enqueued", "started", "completed"))
                 for group in groups]  # fmt: skip
     except Exception:  # noqa: BLE001 - any release of torch, with or without a recorder
         return 0, None
@@ -496,7 +496,7 @@ def _collectives() -> tuple[int, str | None]:
     return sum(row[0] for row in rows), "called" if called else ""
 
 
-def _groups() -> dict[str, tuple[int, ...]]:
+def _list_groups() -> dict[str, tuple[int, ...]]:
     """Members of each group: gloo's recorder does not name them."""
     try:
         from torch.distributed import distributed_c10d as c10d
@@ -507,35 +507,35 @@ def _groups() -> dict[str, tuple[int, ...]]:
         return {}
 
 
-def _identity() -> dict[str, Any]:
+def _get_identity() -> dict[str, Any]:
     """What does not change: host, process, addresses."""
     host = os.environ.get("SLURMD_NODENAME") or os.uname().nodename  # NodeName of slurm.conf may differ from it
-    found: dict[str, Any] = {"host": host, "pid": os.getpid()}
+    identity: dict[str, Any] = {"host": host, "pid": os.getpid()}
     with contextlib.suppress(KeyError, ValueError):
         variables = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
-        most, count = (int(os.environ[name]) for name in variables)
-        found["restarts_left"] = max(0, most - count)
+        most_restarts, count = (int(os.environ[name]) for name in variables)
+        identity["restarts_left"] = max(0, most_restarts - count)
     gpu = os.environ.get("LOCAL_RANK", "")
     if gpu.isdecimal() and any(map(os.path.exists, _DRIVERS)):
-        found["gpu"] = int(gpu)
+        identity["gpu"] = int(gpu)
     with contextlib.suppress(OSError, ValueError, IndexError):
-        found["started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        found["pid_namespace"] = str(Path("/proc/self/ns/pid").readlink())
+        identity["started"] = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        identity["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        identity["pid_namespace"] = str(Path("/proc/self/ns/pid").readlink())
     with contextlib.suppress(OSError, ValueError):  # proc(5): lines with "/32 host LOCAL" follow the address
         lines = Path("/proc/self/net/fib_trie").read_text().splitlines()
         local = {old.split()[-1] for old, new in itertools.pairwise(lines) if "/32 host LOCAL" in new}
-        found["addresses"] = sorted(one for one in local if not one.startswith("127."))
-    return found
+        identity["addresses"] = sorted(address for address in local if not address.startswith("127."))
+    return identity
 
 
-def _ends() -> tuple[str, ...]:
+def _list_ends() -> tuple[str, ...]:
     """Own ends of this process's connections: a peer that loses one names it in its error."""
-    own = (_address(fd, _LIBC.getsockname) for fd, *_ in _connections())
-    return tuple(sorted(f"{end[0]}:{end[1]}" for end in own if end is not None))
+    ends = (_get_address(fd, _LIBC.getsockname) for fd, *_ in _list_connections())
+    return tuple(sorted(f"{end[0]}:{end[1]}" for end in ends if end is not None))
 
 
-def _connections() -> Iterator[Connection]:
+def _list_connections() -> Iterator[Connection]:
     """This process's established TCP connections: descriptor, whether bytes are sent again, bytes moved (tcp(7)).
 
     By libc: for /proc/net/tcp the kernel walks the whole host's table (5 ms), and a socket object of Python's may
@@ -552,7 +552,7 @@ def _connections() -> Iterator[Connection]:
             yield fd, again > 0, sent + received
 
 
-def _address(fd: int, function: Any) -> tuple[Any, int] | None:
+def _get_address(fd: int, function: Any) -> tuple[Any, int] | None:
     """(IP address, port) of a socket, by getsockname or getpeername."""
     name, length = (ctypes.c_ubyte * 128)(), ctypes.c_uint32(128)
     if function(fd, name, ctypes.byref(length)):
@@ -562,7 +562,7 @@ def _address(fd: int, function: Any) -> tuple[Any, int] | None:
     return getattr(address, "ipv4_mapped", None) or address, int.from_bytes(bytes(name[2:4]), "big")
 
 
-def _error() -> tuple[str | None, list[Frame]]:
+def _get_error() -> tuple[str | None, list[Frame]]:
     """The exception that nobody caught, with its whole message, and its stack."""
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is None:
@@ -571,14 +571,14 @@ def _error() -> tuple[str | None, list[Frame]]:
     return f"{type(error).__name__}: {str(error)[:MOST_ERROR]}", stack[::-1]
 
 
-def _sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
+def _list_sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:
     """Other hosts' addresses: whether bytes to them wait to be sent, and whether some are sent again."""
-    found: dict[str, tuple[bool, bool]] = {}
+    peers: dict[str, tuple[bool, bool]] = {}
     for fd, is_resent, _ in connections:
-        if (peer := _address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
+        if (peer := _get_address(fd, _LIBC.getpeername)) is None or peer[0].is_loopback:
             continue
         with contextlib.suppress(OSError):  # closed meanwhile
             queued = int.from_bytes(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-            waits, again = found.get(str(peer[0]), (False, False))
-            found[str(peer[0])] = (waits or queued > 0, again or is_resent)
-    return [(address, *flags) for address, flags in found.items()]
+            waits, again = peers.get(str(peer[0]), (False, False))
+            peers[str(peer[0])] = (waits or queued > 0, again or is_resent)
+    return [(address, *flags) for address, flags in peers.items()]

@@ -63,8 +63,8 @@ def return_freed(threshold: int) -> None:
     from step to step. With each tensor in a mapping of its own, resident memory is what the tensors need, as CUDA's
     peak is of what was allocated, not of what the allocator holds. New pages cost time, so few steps run so.
     """
-    chosen = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-    if any(name in os.environ for name in chosen):  # the user has decided
+    variables = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+    if any(name in os.environ for name in variables):  # the user has decided
         return
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
@@ -89,7 +89,7 @@ class MemoryRanOutError(EndedError):
     code, status = 71, "out_of_memory"  # EX_OSERR
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error means that an allocation failed."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -105,29 +105,29 @@ def measure_communication(events: Iterable[Any], wall_seconds: float) -> Communi
 
     A collective is hidden while an operator or the optimizer runs.
     """
-    found = list(events)
-    if on_device := [e for e in found if "CUDA" in str(e.device_type)]:
-        found = on_device
-    collective = [e for e in found if e.name.startswith(("gloo:", "ncclDevKernel", "ncclKernel"))]
+    counted = list(events)
+    if on_device := [e for e in counted if "CUDA" in str(e.device_type)]:
+        counted = on_device
+    collective = [e for e in counted if e.name.startswith(("gloo:", "ncclDevKernel", "ncclKernel"))]
     if not collective or wall_seconds <= 0:
         return None
     seconds_by_kind: dict[str, float] = {}
     for event in collective:
         kind, (start, end) = event.name.split("(")[0].removeprefix("gloo:"), _span(event)
         seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + end - start
-    optimizer = [e for e in found if e.name.startswith("Optimizer.step")]
+    optimizer = [e for e in counted if e.name.startswith("Optimizer.step")]
     workers = {e.thread for e in collective} - {e.thread for e in optimizer}  # their copies are part of the collective
     if on_device:
-        compute = [e for e in found if e not in collective and not getattr(e, "is_user_annotation", False)]
+        compute = [e for e in counted if e not in collective and not getattr(e, "is_user_annotation", False)]
     else:
-        compute = [e for e in found if e.name.startswith("aten::") and e.thread not in workers]
+        compute = [e for e in counted if e.name.startswith("aten::") and e.thread not in workers]
     busy, talking = [*map(_span, [*compute, *optimizer])], [*map(_span, collective)]
-    share = min(1.0, union(talking) / wall_seconds)
-    alone = max(0.0, union([*busy, *talking]) - union(busy)) / wall_seconds
+    share = min(1.0, union_seconds(talking) / wall_seconds)
+    alone = max(0.0, union_seconds([*busy, *talking]) - union_seconds(busy)) / wall_seconds
     return Communication(share=share, exposed_share=min(share, alone), seconds_by_kind=seconds_by_kind)
 
 
-def union(spans: Iterable[tuple[float, float]]) -> float:
+def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """Return the time that at least one span covers."""
     covered, end = 0.0, float("-inf")
     for start, stop in sorted(spans):
@@ -247,29 +247,29 @@ class Recorder:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         self.fullest = int(peak)
 
-    def exhausted(self, error: str) -> str:
+    def describe_memory(self, error: str) -> str:
         """Describe the memory when an allocation failed, its forecast, and what to change."""
-        where = f"step {len(self.losses) + 1}" if self.started else "loading"
-        due, forecast = self.record.plan.forecast.memory_bytes, "no plan has a forecast of its memory"
-        if due is not None:
-            forecast = f"the plan's forecast is {due.mid / GIB:.2f} GiB ({due.low / GIB:.2f}-{due.high / GIB:.2f})"
-        taken = f"{(rss_bytes() - self.baseline_rss) / GIB:.2f} GiB resident besides the program"
+        moment = f"step {len(self.losses) + 1}" if self.started else "loading"
+        plan, forecast = self.record.plan.forecast.memory_bytes, "no plan has a forecast of its memory"
+        if plan is not None:
+            forecast = f"the plan's forecast is {plan.mid / GIB:.2f} GiB ({plan.low / GIB:.2f}-{plan.high / GIB:.2f})"
+        in_use = f"{(rss_bytes() - self.baseline_rss) / GIB:.2f} GiB resident besides the program"
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
-            taken = (
+            in_use = (
                 f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved, {free / GIB:.2f} GiB free of "
                 f"{total / GIB:.2f} GiB"
             )
         rank = os.environ.get("RANK", "0")
-        return f"rank {rank}, {where}: {error.splitlines()[0][:200]}; {taken}; {forecast}. {LIGHTER}"
+        return f"rank {rank}, {moment}: {error.splitlines()[0][:200]}; {in_use}; {forecast}. {LIGHTER}"
 
     def measured(self) -> Measured:
         """Return the measurements, with which a forecast is compared."""
-        counted, due = self.counted_steps(), self.record.plan.forecast
+        counted, plan = self.counted_steps(), self.record.plan.forecast
         typical = statistics.median(counted or self.seconds) if self.seconds else None
         rate = self.tokens / len(self.losses) / typical if typical else None
-        mfu = due.mfu * rate / due.tokens_per_second if rate and due.mfu and due.tokens_per_second else None
+        mfu = plan.mfu * rate / plan.tokens_per_second if rate and plan.mfu and plan.tokens_per_second else None
         return Measured(
             step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu,
             memory_bytes=max(self.peak_memory(), self.fullest),
@@ -284,7 +284,7 @@ class Recorder:
         record.measured = self.measured()
         record.step_seconds = [round(s, 6) for s in self.seconds]
         record.loss = Loss(first=self.losses[0], last=self.losses[-1]) if self.losses else Loss()
-        record.comparison = [one for one in run_record.compare(record) if one.within is not None]
+        record.comparison = [comparison for comparison in run_record.compare(record) if comparison.within is not None]
         if line := run_record.watched(self.folder):
             self.note(line)
         run_record.save(self.folder / "run.json", record)
@@ -294,12 +294,12 @@ class Recorder:
         record = self.record
         record.status, record.exit_code, record.reason, record.ended_at = status, exit_code, reason, timestamp()
         self.write()
-        for one in record.comparison:  # for a reader of the log who has no access to run.json
-            scale, unit = (1.0, "s") if one.unit == "s" else (GIB, "GiB")
-            if one.forecast and one.measured is not None:
-                due, got = one.forecast.scaled(1 / scale), one.measured / scale
-                forecast = f"forecast {due.mid:.3g} {unit} ({due.low:.3g}-{due.high:.3g})"
-                print_once(f"{one.title}: {forecast}, measured {got:.3g} {unit}: {one.verdict}")
+        for comparison in record.comparison:  # for a reader of the log who has no access to run.json
+            scale, unit = (1.0, "s") if comparison.unit == "s" else (GIB, "GiB")
+            if comparison.forecast and comparison.measured is not None:
+                expected, measured = comparison.forecast.scaled(1 / scale), comparison.measured / scale
+                forecast = f"forecast {expected.mid:.3g} {unit} ({expected.low:.3g}-{expected.high:.3g})"
+                print_once(f"{comparison.title}: {forecast}, measured {measured:.3g} {unit}: {comparison.verdict}")
         exposed = record.communication.exposed_share if record.communication else None
         if exposed is not None and exposed >= 0.005:
             print_once(f"communication {100 * exposed:.0f} % exposed")

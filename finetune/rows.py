@@ -54,9 +54,9 @@ def load_rows(config: JobConfig, split: str) -> list[Row]:
     if config.dataset_name == "synthetic:arithmetic":
         sums = enumerate(_make_sums(config.dataset_rows or 1024, split), 1)
         return [Row(config.dataset_name, number, members) for number, members in sums]
-    found = (row for path in find_files(config, split) for row in _read_file(path, config))
+    stream = (row for path in find_files(config, split) for row in _read_file(path, config))
     rows, size = [], 0
-    for row in islice(found, config.dataset_rows):
+    for row in islice(stream, config.dataset_rows):
         size += len(repr(row.members))
         if size > MAX_BYTES:
             limit = f"more than {MAX_BYTES >> 30} GiB of rows in one split: set dataset_rows, or cut it"
@@ -77,49 +77,49 @@ def _make_sums(count: int, split: str) -> list[dict[str, Any]]:
 def find_files(config: JobConfig, split: str) -> list[Path]:
     """Return the files of one split, downloaded from the hub if the name is an id. Raises ConfigError."""
     name, path = config.dataset_name, Path(config.dataset_name).expanduser()
-    where = f"dataset_name={name!r}"
+    setting = f"dataset_name={name!r}"
     if path.is_file():
         return [path]
-    choose = partial(files_of_split, part=config.dataset_config, split=split, where=where)
+    choose = partial(files_of_split, part=config.dataset_config, split=split, setting=setting)
     if path.is_dir():
-        return [path / one for one in choose(path)]
+        return [path / file for file in choose(path)]
     if path.suffix in READERS:
-        raise ConfigError(f"{where}: no such file")
+        raise ConfigError(f"{setting}: no such file")
     return hub.download_data(name, config.dataset_revision, choose)
 
 
-def files_of_split(folder: Path, part: str | None, split: str, where: str) -> list[str]:
+def files_of_split(folder: Path, part: str | None, split: str, setting: str) -> list[str]:
     """Paths in a folder of one split, of the part `part` (dataset_config), by `datasets`' rules. Raises ConfigError."""
     import datasets
 
     subfolder = part if part and (folder / part).is_dir() else None
-    if not any(one.suffix in READERS for one in folder.rglob("*")):
-        raise ConfigError(f"{where}: no {', '.join(READERS)} file")
+    if not any(path.suffix in READERS for path in folder.rglob("*")):
+        raise ConfigError(f"{setting}: no {', '.join(READERS)} file")
     try:
         parts = datasets.get_dataset_config_names(str(folder))
         has_card = parts != ["default"]
         if has_card and part not in parts and (part is not None or (len(parts) > 1 and "default" not in parts)):
             wrong = "dataset_config" if part is None else f"dataset_config={part!r}:"
-            raise ConfigError(f"{where}: {wrong} must be one of {', '.join(sorted(parts))}")
+            raise ConfigError(f"{setting}: {wrong} must be one of {', '.join(sorted(parts))}")
         with TemporaryDirectory() as cache:
             options = {"name": part} if has_card else {"data_dir": subfolder}
-            found = datasets.load_dataset_builder(str(folder), cache_dir=cache, **options).config.data_files or {}
+            files = datasets.load_dataset_builder(str(folder), cache_dir=cache, **options).config.data_files or {}
     except ConfigError:
         raise
     except Exception as error:  # any kind: `datasets` passes on what YAML, pyarrow and its own code raise
-        raise unreadable(f"{where}: README.md" if (folder / "README.md").is_file() else where, error) from error
-    if split not in found:
-        raise ConfigError(f"{where}: no split {split!r}: {part or 'it'} has {', '.join(sorted(map(str, found)))}")
-    names = [Path(one).relative_to(folder).as_posix() for one in found[split] if Path(one).suffix in READERS]
+        raise unreadable(f"{setting}: README.md" if (folder / "README.md").is_file() else setting, error) from error
+    if split not in files:
+        raise ConfigError(f"{setting}: no split {split!r}: {part or 'it'} has {', '.join(sorted(map(str, files)))}")
+    names = [Path(file).relative_to(folder).as_posix() for file in files[split] if Path(file).suffix in READERS]
     if not names:
-        raise ConfigError(f"{where}: no {', '.join(READERS)} file in split {split!r}")
-    tops = sorted({one.partition("/")[0] for one in names if "/" in one})
+        raise ConfigError(f"{setting}: no {', '.join(READERS)} file in split {split!r}")
+    tops = sorted({file.partition("/")[0] for file in names if "/" in file})
     if part is None and not has_card and len(tops) > 1:
-        raise ConfigError(f"{where}: several folders hold {split!r}; dataset_config must be one of {', '.join(tops)}")
+        raise ConfigError(f"{setting}: several folders hold {split!r}; dataset_config must be one of {', '.join(tops)}")
     return names
 
 
-def reader_of(path: Path) -> str:
+def get_reader(path: Path) -> str:
     """The builder of `datasets` that reads a file. Raises ConfigError for another kind of file."""
     if path.suffix not in READERS:
         raise ConfigError(f"{path}: must be one of {', '.join(READERS)}")
@@ -131,7 +131,7 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     import datasets
     import pyarrow.parquet
 
-    kind, number = reader_of(path), 0
+    kind, number = get_reader(path), 0
     options: dict[str, Any] = {}
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its lines say less than the ConfigError
     try:
@@ -142,8 +142,8 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             options = {"features": features, "keep_default_na": False}
         if kind == "parquet":
             names = pyarrow.parquet.read_schema(path).names
-            wanted = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
-            options = {"columns": wanted or None, "batch_size": BATCH}
+            columns = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
+            options = {"columns": columns or None, "batch_size": BATCH}
         size = path.stat().st_size
         if kind != "parquet" and not size:
             return
@@ -163,19 +163,19 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
         raise unreadable(f"{path}: not {kind}, after row {number}", error) from error
 
 
-def unreadable(where: str, error: Exception) -> Exception:
+def unreadable(source: str, error: Exception) -> Exception:
     """Return the error to raise for one of `datasets`: a ConfigError with its cause, or that of a disk."""
-    why = error.__cause__ or error
-    if isinstance(why, OSError) and why.errno in hub.DISK_ERRORS:
-        return why
-    return ConfigError(f"{where}: {(str(why).strip().splitlines() or [type(why).__name__])[0][:500]}")
+    cause = error.__cause__ or error
+    if isinstance(cause, OSError) and cause.errno in hub.DISK_ERRORS:
+        return cause
+    return ConfigError(f"{source}: {(str(cause).strip().splitlines() or [type(cause).__name__])[0][:500]}")
 
 
 def _without_nulls(value: Any) -> Any:
     """A value without the nulls that a table has where a row says nothing."""
     if isinstance(value, dict):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 # Rows as text, and as tokens with labels.
@@ -213,7 +213,7 @@ def load_tokenizer(config: JobConfig) -> Any:
     if name == "builtin:bytes" or (folder != name and not os.path.isdir(folder)):
         tokenizer = _byte_tokenizer()
     else:
-        with hub.asking(setting, name, revision):
+        with hub.explain_errors(setting, name, revision):
             tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{setting}={name!r}: the tokenizer has no mark for the end of a text (eos_token)")
@@ -249,7 +249,7 @@ def encode_row(row: Row, tokenizer: Any, config: JobConfig) -> Example | None:
 
 def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | None:
     """One row as tokens and labels; None where nothing is left to learn from."""
-    text, answers = _spell(row, tokenizer, config)
+    text, answers = _render(row, tokenizer, config)
     enc = tokenizer(text, add_special_tokens=False, return_offsets_mapping=answers is not None)
     ids = np.array(enc["input_ids"][: config.max_length], dtype=np.int64)
     labels = np.append(ids[1:], IGNORED)
@@ -259,11 +259,11 @@ def encode(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> Example | 
         for first, end in answers:
             counts |= (first <= begins) & (begins < end)
         labels[:-1][~counts] = IGNORED
-    made = Example(tokens=ids, labels=labels, positions=np.arange(len(ids)))
-    return made if made.counted else None
+    example = Example(tokens=ids, labels=labels, positions=np.arange(len(ids)))
+    return example if example.counted else None
 
 
-def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str, list[tuple[int, int]] | None]:
+def _render(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str, list[tuple[int, int]] | None]:
     """The row's text and, where only answers count, the character spans of its answers."""
     for names in (("question", "answer"), ("prompt", "completion")):
         kinds = {type(row.get(name)) for name in names}
@@ -271,13 +271,13 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
             both = " and ".join(f"{name}={repr(row[name])[:100]}" for name in names)
             raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
     if "question" in row and "answer" in row and "messages" not in row:
-        row = as_messages(row)
+        row = make_messages(row)
     first, only_answers = 0, bool(config.completion_only_loss)
     if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list) and "messages" not in row:
         first, only_answers = len(row["prompt"]), config.completion_only_loss is not False
         row = {"messages": [*row["prompt"], *row["completion"]]}
     if "messages" in row:
-        text = _templated(row["messages"], tokenizer)
+        text = _apply_template(row["messages"], tokenizer)
         return text, _answer_spans(row["messages"], text, tokenizer, first) if only_answers else None
     # A template writes the mark of the beginning itself; plain text gets it where the tokenizer would set it.
     begin = tokenizer.bos_token if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] else ""
@@ -295,13 +295,13 @@ def _spell(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str,
     )
 
 
-def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+def make_messages(row: dict[str, Any]) -> dict[str, Any]:
     """A question and its answer as a conversation of two turns."""
     turns = (("user", row["question"]), ("assistant", row["answer"]))
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def _templated(messages: Any, tokenizer: Any, **more: Any) -> str:
+def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> str:
     """The talk as the chat template writes it."""
     turns = messages if isinstance(messages, list) else []
     if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
@@ -309,7 +309,7 @@ def _templated(messages: Any, tokenizer: Any, **more: Any) -> str:
             f"a row's messages are {str(messages)[:200]!r}: must be a list of mappings with role and content"
         )
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, **more))
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"chat_template: {error}: for {str(turns)[:200]}") from None
 
@@ -320,8 +320,8 @@ def _answer_spans(messages: Sequence[Any], text: str, tokenizer: Any, first: int
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first:
             continue
-        before = _templated(messages[:i], tokenizer, add_generation_prompt=True)
-        through = _templated(messages[: i + 1], tokenizer)
+        before = _apply_template(messages[:i], tokenizer, add_generation_prompt=True)
+        through = _apply_template(messages[: i + 1], tokenizer)
         if not text.startswith(through) or not through.startswith(before):
             raise ConfigError(
                 "completion_only_loss=true: this chat template rewrites earlier turns; give a chat_template"
@@ -345,10 +345,10 @@ class Batch:
 
     def to(self, device: Any) -> Batch:
         """Copy to the device without waiting; to a GPU this requires pinned memory."""
-        named = {name: getattr(self, name) for name in ("tokens", "labels", "positions")}
+        tensors = {name: getattr(self, name) for name in ("tokens", "labels", "positions")}
         if device.type == "cuda":
-            named = {name: tensor.pin_memory() for name, tensor in named.items()}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in named.items()})
+            tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
 
 
 def pack(examples: Sequence[Example], length: int) -> list[Example]:
@@ -360,14 +360,14 @@ def pack(examples: Sequence[Example], length: int) -> list[Example]:
     room: list[tuple[int, int]] = []  # free tokens of a bin, and its index; sorted
     for example in sorted(examples, key=lambda e: -len(e.tokens)):
         size = len(example.tokens)
-        at = bisect_left(room, (size, 0))
-        if at == len(room):
+        position = bisect_left(room, (size, 0))
+        if position == len(room):
             room.append((length, len(bins)))
             bins.append([])
-        left, index = room.pop(at)
+        left, index = room.pop(position)
         bins[index].append(example)
         insort(room, (left - size, index))
-    names = [one.name for one in fields(Example)]
+    names = [field.name for field in fields(Example)]
     return [Example(**{name: np.concatenate([getattr(e, name) for e in one]) for name in names}) for one in bins]
 
 
@@ -443,19 +443,19 @@ class Loader:
         """Return this rank's shares of the global batches of an epoch, starting at `first_step`."""
         order = self.order(epoch)
         for step in range(first_step, self.steps):
-            chosen = [self.examples[i] for i in order[step * self.global_batch : (step + 1) * self.global_batch]]
-            counted = sum(e.counted for e in chosen)
-            tokens = sum(len(e.tokens) for e in chosen)
-            yield Share(batches=self.deal(chosen), counted=counted, tokens=tokens)
+            examples = [self.examples[i] for i in order[step * self.global_batch : (step + 1) * self.global_batch]]
+            counted = sum(e.counted for e in examples)
+            tokens = sum(len(e.tokens) for e in examples)
+            yield Share(batches=self.deal(examples), counted=counted, tokens=tokens)
 
-    def deal(self, chosen: Sequence[Example]) -> list[Batch]:
+    def deal(self, examples: Sequence[Example]) -> list[Batch]:
         """Return this rank's micro-batches; neighbours in the order form one micro-batch over all ranks."""
         batches = []
         for micro in range(self.micro_batches):
-            at = (micro * self.ranks + self.rank) * self.micro_batch
-            mine = chosen[at : at + self.micro_batch]
-            length = self.fixed_length or max((len(e.tokens) for e in mine), default=2)
-            batches.append(collate(mine, self.micro_batch, length, self.pad))
+            first = (micro * self.ranks + self.rank) * self.micro_batch
+            own_examples = examples[first : first + self.micro_batch]
+            length = self.fixed_length or max((len(e.tokens) for e in own_examples), default=2)
+            batches.append(collate(own_examples, self.micro_batch, length, self.pad))
         return batches
 
 
@@ -502,7 +502,7 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
         config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
     rows = load_rows(config, config.dataset_train_split) if _is_here(config) else None
     try:
-        config = replace(config, **hub.commits_of(config))
+        config = replace(config, **hub.resolve_commits(config))
         tokenizer = load_tokenizer(config)
     except ConfigError as error:
         if rows is None:
@@ -510,9 +510,9 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
         return {"rows": len(rows), "measured": 0, "histogram": [], "why": str(error)}
     rows = rows or load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
-    whole = replace(config, max_length=LONGEST)
-    encoded = [encode_row(row, tokenizer, whole) for row in picked]
-    counts = Counter(len(one.tokens) for one in encoded if one is not None)
+    uncut = replace(config, max_length=LONGEST)
+    encoded = [encode_row(row, tokenizer, uncut) for row in picked]
+    counts = Counter(len(example.tokens) for example in encoded if example is not None)
     if not counts:
         raise ConfigError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
     count = len(rows) * sum(counts.values()) // len(picked)

@@ -35,15 +35,15 @@ from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
 from finetune import checkpoint, hub, loop, recorder, rows, verify
 
 
-def train(config: JobConfig, layout: Layout, made: recorder.Recorder) -> None:
+def train(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) -> None:
     """Run all remaining steps of TRL's trainer, and write the model."""
-    trainer = _make_trainer(config, layout, made)
-    args, record = trainer.args, made.record
+    trainer = _make_trainer(config, layout, run_recorder)
+    args, record = trainer.args, run_recorder.record
     resume = checkpoint.find_resume(config, TRAINER_STATE_NAME)
     if resume:
-        made.note(f"resumed from {resume.name}")
+        run_recorder.note(f"resumed from {resume.name}")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    made.find_fullest_rank()
+    run_recorder.find_fullest_rank()
     record.checkpoint = get_last_checkpoint(args.output_dir)
     if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to resume")
@@ -53,38 +53,38 @@ def train(config: JobConfig, layout: Layout, made: recorder.Recorder) -> None:
         trainer.push_to_hub(dataset_name=config.dataset_name)
 
 
-def _make_trainer(config: JobConfig, layout: Layout, made: recorder.Recorder) -> _Trainer:
+def _make_trainer(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) -> _Trainer:
     """Load the model and the rows, and write what they are to the record. Raises ConfigError for what TRL refuses."""
-    plan = made.record.plan
-    script, args, model, mixture = parse(plan, config, layout, made.device.type != "cpu", made.note)
+    plan = run_recorder.record.plan
+    script, args, model, mixture = parse(plan, config, layout, run_recorder.device.type != "cpu", run_recorder.note)
     train_rows, test_rows = load_data(plan, config, script, mixture, args.eval_strategy != "no")
     transformers.set_seed(args.seed)
     options = {"revision": config.model_revision, "trust_remote_code": args.trust_remote_code,
                "attn_implementation": model.attn_implementation, "dtype": model.dtype,
                "quantization_config": trl.get_quantization_config(model), **(args.model_init_kwargs or {})}  # fmt: skip
-    made.baseline_rss = recorder.rss_bytes()  # with libraries and rows, without weights
-    with hub.asking("model_name_or_path", model.model_name_or_path, config.model_revision):
+    run_recorder.baseline_rss = recorder.rss_bytes()  # with libraries and rows, without weights
+    with hub.explain_errors("model_name_or_path", model.model_name_or_path, config.model_revision):
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
     counts = net.num_parameters()
-    seen = Recording(layout, made)
+    recording = Recording(layout, run_recorder)
     try:
         trainer = _Trainer(
             model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
-            processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model), callbacks=[seen],
+            processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model), callbacks=[recording],
         )  # fmt: skip
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the run: {error}") from error
-    trainer.seen, seen.trainer = seen, trainer
+    trainer.seen, recording.trainer = recording, trainer
     trainer.remove_callback(transformers.PrinterCallback)
     net, examples = trainer.model, trainer.train_dataset
     lengths = [len(row["input_ids"]) for row in examples.take(1000)]
     mean = sum(lengths) / len(lengths)
     trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    made.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
-    made.record.data = {"name": config.dataset_name, "mean_tokens": mean}
-    made.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
-    made.write()
+    run_recorder.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
+    run_recorder.record.data = {"name": config.dataset_name, "mean_tokens": mean}
+    run_recorder.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
+    run_recorder.write()
     return trainer
 
 
@@ -93,11 +93,11 @@ class _Trainer(trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
 
     seen: Recording
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *words: Any, **more: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """One micro-batch."""
         mask = inputs.get("attention_mask")
         tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
-        loss: torch.Tensor = super().training_step(model, inputs, *words, **more)
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
         self.seen.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
         return loss
 
@@ -124,7 +124,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
             note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
         settings["report_to"] = sorted(targets - missing) or "none"
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    unknown = parser.set_defaults_with_config(**settings, **_of_layout(layout, on_gpu))[::2]
+    unknown = parser.set_defaults_with_config(**settings, **_translate_layout(layout, on_gpu))[::2]
     for name in (option.removeprefix("--") for option in unknown):
         if name not in names.option_names()["no_effect"]:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
@@ -135,24 +135,24 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
 
 
-def _of_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
+def _translate_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
     recompute, sharded = layout.checkpointing != "none", layout.sharding == "zero3" and layout.dp_shard > 1
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "per_device_train_batch_size": layout.micro_batch, "bf16": layout.precision == "bf16",
         "gradient_accumulation_steps": layout.gradient_accumulation, "fp16": layout.precision == "fp16",
         "torch_compile": layout.compile, "use_cpu": not on_gpu, "gradient_checkpointing": recompute and not sharded,
     }  # fmt: skip
     if sharded:  # FSDP recomputes by itself: both together would do it twice
-        made["fsdp"], made["fsdp_config"] = True, {
+        settings["fsdp"], settings["fsdp_config"] = True, {
             "version": 2, "reshard_after_forward": layout.reshard_after_forward, "activation_checkpointing": recompute,
             "cpu_offload": layout.offload == "all", "cpu_ram_efficient_loading": True,
         }  # fmt: skip
     if max(layout.tp, layout.cp) > 1 or (sharded and layout.dp_replicate > 1):
-        made["parallelism_config"] = ParallelismConfig(
+        settings["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp,
             cp_size=layout.cp,
         )  # fmt: skip
-    return made
+    return settings
 
 
 def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, tested: bool) -> tuple[Any, Any]:
@@ -160,46 +160,46 @@ def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, teste
 
     Raises ConfigError for rows that cannot be read.
     """
-    own = (plan.trl or {}).get("dataset_mixture")
-    if own is not None:
-        made = _mix(own, config)
+    handbook_mixture = (plan.trl or {}).get("dataset_mixture")
+    if handbook_mixture is not None:
+        splits = _mix_as_handbook(handbook_mixture, config)
     elif mixture.datasets:
-        made = trl.get_dataset(mixture)
+        splits = trl.get_dataset(mixture)
     else:
-        made = {"train": _load_split(config, config.dataset_train_split, script.dataset_streaming)}
+        splits = {"train": _load_split(config, config.dataset_train_split, script.dataset_streaming)}
         if tested:
-            made["test"] = _load_split(config, config.dataset_test_split, False)
-    if tested and "test" not in made:
+            splits["test"] = _load_split(config, config.dataset_test_split, False)
+    if tested and "test" not in splits:
         raise ConfigError("eval_strategy: the mixture has no rows to evaluate on; set its test_split_size")
-    return made["train"], made["test"] if tested else None
+    return splits["train"], splits["test"] if tested else None
 
 
-def _mix(mixture: Any, config: JobConfig) -> Any:
+def _mix_as_handbook(mixture: Any, config: JobConfig) -> Any:
     """Mix as alignment-handbook, src/alignment/data.py: shuffle each and cut it to its weight, then shuffle all."""
     pieces = mixture.get("datasets") if isinstance(mixture, dict) else None
     if not isinstance(pieces, list) or not pieces or not all(isinstance(one, dict) and "id" in one for one in pieces):
         raise ConfigError("dataset_mixture: must have datasets, a list of mappings with id")
-    seed, size, found = mixture.get("seed", 0), mixture.get("test_split_size"), []
-    for one in pieces:
-        named = dataclasses.replace(config, dataset_name=one["id"], dataset_config=one.get("config"))
-        piece = _load_split(named, one.get("split", "train"), False)
-        piece = piece.select_columns(one["columns"]) if one.get("columns") else piece
-        weight = one.get("weight")
-        found.append(piece if weight is None else piece.shuffle(seed).select(range(int(len(piece) * weight))))
-    whole = datasets.concatenate_datasets(found).shuffle(seed)
-    return whole.train_test_split(size, seed=seed) if size else {"train": whole}
+    seed, size, parts = mixture.get("seed", 0), mixture.get("test_split_size"), []
+    for entry in pieces:
+        named_config = dataclasses.replace(config, dataset_name=entry["id"], dataset_config=entry.get("config"))
+        piece = _load_split(named_config, entry.get("split", "train"), False)
+        piece = piece.select_columns(entry["columns"]) if entry.get("columns") else piece
+        weight = entry.get("weight")
+        parts.append(piece if weight is None else piece.shuffle(seed).select(range(int(len(piece) * weight))))
+    mixed = datasets.concatenate_datasets(parts).shuffle(seed)
+    return mixed.train_test_split(size, seed=seed) if size else {"train": mixed}
 
 
 def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
     files = rows.find_files(config, split)
-    kind = rows.reader_of(files[0])
+    kind = rows.get_reader(files[0])
     try:
         found = datasets.load_dataset(kind, data_files=[*map(str, files)], split="train", streaming=streaming)
     except datasets.exceptions.DatasetsError as error:
         raise rows.unreadable(f"dataset_name={config.dataset_name!r}: not {kind}", error) from error
     found = found if config.dataset_rows is None else found.take(config.dataset_rows)
     if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
-        return found.map(rows.as_messages, remove_columns=found.column_names)
+        return found.map(rows.make_messages, remove_columns=found.column_names)
     return found
 
 
@@ -211,8 +211,8 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
 
     trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
 
-    def __init__(self, layout: Layout, made: recorder.Recorder) -> None:
-        self.layout, self.recorder, self.device = layout, made, made.device
+    def __init__(self, layout: Layout, run_recorder: recorder.Recorder) -> None:
+        self.layout, self.recorder, self.device = layout, run_recorder, run_recorder.device
         self.stop_requested, self.stopped, self.began = False, False, 0.0
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))

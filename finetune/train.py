@@ -27,7 +27,7 @@ from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
 from finetune.parallel import settle_layout
-from finetune.recorder import MemoryRanOutError, Recorder, ran_out
+from finetune.recorder import MemoryRanOutError, Recorder, is_out_of_memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
         plan = dataclasses.replace(plan, layout=layout)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
-        config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.commits_of, config)))
+        config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.resolve_commits, config)))
         recorder.record.plan = dataclasses.replace(plan, config=config)
         if plan.trl is not None:
             from finetune import sft_trl  # which imports TRL
@@ -77,9 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank = os.environ.get("RANK", "0")
         ended, alone = checkpoint.SaveError(f"rank {rank} on {os.uname().nodename}: {error}"), True
     except (RuntimeError, MemoryError) as error:
-        if recorder is None or not ran_out(error):
+        if recorder is None or not is_out_of_memory(error):
             raise
-        ended, alone = MemoryRanOutError(recorder.exhausted(str(error))), True
+        ended, alone = MemoryRanOutError(recorder.describe_memory(str(error))), True
     code = _report(ended, alone=alone) if ended else 0
     if recorder is not None:
         recorder.writes |= alone
@@ -122,11 +122,11 @@ def join_ranks(folder: Path) -> torch.device:
 
 def export(trainer: Trainer) -> None:
     """Adapter and merged model, or the whole model, from the last checkpoint."""
-    made, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
-    made.checkpoint = str(last)
+    record, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
+    record.checkpoint = str(last)
     write = partial(checkpoint.export, trainer.config, trainer.layout.precision, last, trainer.tokenizer)
     for name, path in checkpoint.on_rank_zero(write).items():
-        setattr(made, name, path)
+        setattr(record, name, path)
 
 
 if __name__ == "__main__":

@@ -46,13 +46,13 @@ def observe(engine: Engine) -> EffectiveLayout:
 
 
 def observe_modules(
-    roots: Sequence[nn.Module], named: Mapping[str, torch.Tensor], device: torch.device, cp: int = 1
+    roots: Sequence[nn.Module], parameters: Mapping[str, torch.Tensor], device: torch.device, cp: int = 1
 ) -> dict[str, Any]:
     """Return what wrappers and placements show, as members of EffectiveLayout; `cp` ranks share a sequence."""
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1}
     placements: Counter[str] = Counter()
     whole_bytes = local_bytes = unsharded = projections = split = 0
-    for name, p in named.items():
+    for name, p in parameters.items():
         local = p.to_local() if isinstance(p, DTensor) else p
         whole_bytes += p.numel() * p.element_size()
         local_bytes += local.numel() * local.element_size()
@@ -96,43 +96,43 @@ def _observe_precision(engine: Engine) -> str:
 def _reshards(roots: Sequence[nn.Module]) -> bool | None:
     """Whether layers release gathered weights between forward and backward pass; None if none are sharded."""
     inner = [one for root in roots for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
-    states = [one._get_fsdp_state() for one in inner]
+    states = [module._get_fsdp_state() for module in inner]
     # of one module several groups from torch 2.13 on, one or none before
     groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)]) if g]
     return all(group._reshard_after_forward for group in groups) if groups else None
 
 
-def compare(requested: Layout, got: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
+def compare(requested: Layout, actual: EffectiveLayout, environment: Mapping[str, str]) -> list[str]:
     """Return each difference between what was asked for and what runs, in one sentence."""
-    layers = sum(got.stage_layers)
+    layers = sum(actual.stage_layers)
     pairs: dict[str, tuple[Any, Any]] = {
-        name: (getattr(requested, name), getattr(got, name))
+        name: (getattr(requested, name), getattr(actual, name))
         for name in ("world_size", "dp_replicate", "dp_shard", "tp", "cp", "pp", "precision")
     }
-    pairs["checkpointed_layers"] = layers if requested.checkpointing != "none" else 0, got.checkpointed_layers
+    pairs["checkpointed_layers"] = layers if requested.checkpointing != "none" else 0, actual.checkpointed_layers
     if requested.sharding != "ddp" and requested.dp_shard * requested.cp > 1:
         reshards = requested.reshard_after_forward and requested.sharding == "zero3"
-        pairs["wrapper"] = "FSDP", got.wrapper
-        pairs["unsharded_parameters"] = 0, got.unsharded_parameters
-        pairs["reshard_after_forward"] = reshards, got.reshard_after_forward
+        pairs["wrapper"] = "FSDP", actual.wrapper
+        pairs["unsharded_parameters"] = 0, actual.unsharded_parameters
+        pairs["reshard_after_forward"] = reshards, actual.reshard_after_forward
     if requested.tp > 1:
-        split, projections = got.split_projections
+        split, projections = actual.split_projections
         pairs["projections split over tp"] = projections, split
     if requested.pp > 1:
-        pairs["schedule"] = SCHEDULES[requested.schedule].__name__, got.schedule
-    pairs["backend"] = "nccl" if str(got.device).startswith("cuda") else "gloo", got.backend
+        pairs["schedule"] = SCHEDULES[requested.schedule].__name__, actual.schedule
+    pairs["backend"] = "nccl" if str(actual.device).startswith("cuda") else "gloo", actual.backend
     pairs |= {f"environment variable {name}": (value, os.environ.get(name)) for name, value in environment.items()}
-    wrong = [f"{name}: asked {asked}, got {found}" for name, (asked, found) in pairs.items() if asked != found]
-    if requested.pp > 1 and requested.stage_layers and not set(got.stage_layers) <= set(requested.stage_layers):
-        wrong.append(f"stage_layers: asked {requested.stage_layers}, this rank holds {got.stage_layers}")
+    wrong = [f"{name}: asked {expected}, got {built}" for name, (expected, built) in pairs.items() if expected != built]
+    if requested.pp > 1 and requested.stage_layers and not set(actual.stage_layers) <= set(requested.stage_layers):
+        wrong.append(f"stage_layers: asked {requested.stage_layers}, this rank holds {actual.stage_layers}")
     return wrong
 
 
-def check(record: RunRecord, requested: Layout, got: EffectiveLayout) -> None:
+def check(record: RunRecord, requested: Layout, actual: EffectiveLayout) -> None:
     """Compare on every rank; raises on every rank where one differs. Records what this rank observed."""
-    found = _gather(compare(requested, got, record.plan.environment))
-    require_equal([f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts])
-    record.layout.effective = got
+    differences = _gather(compare(requested, actual, record.plan.environment))
+    require_equal([f"rank {rank}: {text}" for rank, texts in enumerate(differences) for text in texts])
+    record.layout.effective = actual
 
 
 def require_equal(wrong: Sequence[str]) -> None:
@@ -143,9 +143,9 @@ def require_equal(wrong: Sequence[str]) -> None:
 
 def _gather(value: Any) -> list[Any]:
     """Return the value of each rank, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def record_transports(record: RunRecord) -> list[str]:
@@ -167,4 +167,4 @@ def record_transports(record: RunRecord) -> list[str]:
     ranks = _gather(channels.read_log(path, planned, hosts=hosts))
     record.nccl = channels.record(ranks, planned, hosts=hosts)
     record.transports = list(record.nccl.channels)
-    return [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in seen.wrong]
+    return [f"rank {rank}: {text}" for rank, report in enumerate(ranks) for text in report.wrong]

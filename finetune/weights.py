@@ -30,7 +30,7 @@ Part = tuple[slice, ...]  # of a tensor, by dimension
 WHOLE: Part = (slice(None),)
 
 
-def source_of(config: JobConfig) -> Source:
+def open_source(config: JobConfig) -> Source:
     """The weights of the model that the settings name, as they are before adapters and 4 bits."""
     plain = build_model(dataclasses.replace(config, use_peft=False, load_in_4bit=False), "fp32")
     return Drawn(plain, config.seed) if config.model_name_or_path.startswith("random:") else Stored(config, plain)
@@ -64,8 +64,8 @@ class Stored:
             name = "model.embed_tokens.weight"
         if name not in self._file_of:
             raise ConfigError(f"{self._named}: its safetensors files hold no {name}")
-        found: torch.Tensor = self._file_of[name].get_slice(name)[part]
-        return found
+        tensor: torch.Tensor = self._file_of[name].get_slice(name)[part]
+        return tensor
 
 
 class Drawn:
@@ -83,7 +83,7 @@ class Drawn:
             path = "model.embed_tokens"
         module = copy.deepcopy(self.plain.get_submodule(path)).to_empty(device="cpu").float()
         with torch.random.fork_rng(devices=()), torch.no_grad():
-            torch.default_generator.manual_seed(_seed(self.seed, f"{path}.{key}"))
+            torch.default_generator.manual_seed(_derive_seed(self.seed, f"{path}.{key}"))
             self.plain._init_weights(module)
         return module.get_parameter(key).detach()[part]
 
@@ -97,9 +97,9 @@ def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within
     `within`: of one of its modules only. Parameters stay the objects that they are: optimizers, FSDP and tied modules
     hold them.
     """
-    chosen = set(within.modules()) if within is not None else None
+    modules = set(within.modules()) if within is not None else None
     for path, module in net.named_modules():
-        if chosen is not None and module not in chosen:
+        if modules is not None and module not in modules:
             continue
         for key, p in module._parameters.items():
             if p is None or not p.is_meta:
@@ -108,8 +108,8 @@ def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within
             if type(p).__name__ == "Params4bit":
                 _quantise(p, module, source.read(plain_name(name)), device)
                 continue
-            made = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
-            torch.utils.swap_tensors(p, made)
+            parameter = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
+            torch.utils.swap_tensors(p, parameter)
             is_factor = _FACTOR.search(name)
             place(p, _factor(name, p.shape, seed).__getitem__ if is_factor else partial(source.read, plain_name(name)))
 
@@ -120,36 +120,36 @@ def plain_name(name: str) -> str:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
-def place(p: torch.Tensor, read: Callable[[Part], torch.Tensor]) -> None:
+def place(p: torch.Tensor, read_part: Callable[[Part], torch.Tensor]) -> None:
     """Copy this rank's part of a value, which `read` returns. A rank without a part reads nothing."""
     local, offsets, sizes = p, torch.Size([0] * p.ndim), p.shape
     if isinstance(p, DTensor):
         (chunk,) = p.__create_chunk_list__()  # as torch.distributed.checkpoint asks for a rank's part
         local, offsets, sizes = p.to_local(), chunk.offsets, chunk.sizes
     if math.prod(sizes):
-        local.copy_(read(tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)) or WHOLE))
+        local.copy_(read_part(tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)) or WHOLE))
 
 
 def _quantise(p: Any, module: nn.Module, value: torch.Tensor, device: torch.device) -> None:
     """NF4 of one weight, on the device that keeps it; its scales are of the whole, so the whole is read."""
-    made = type(p)(
+    parameter = type(p)(
         value.to(device), requires_grad=False, compress_statistics=p.compress_statistics, quant_type=p.quant_type,
         quant_storage=p.quant_storage, blocksize=p.blocksize, module=module,
     ).to(device)  # fmt: skip
-    module.weight = made
+    module.weight = parameter
 
 
 def _factor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """PEFT's own start of a LoRA factor: A as a linear layer's weights, B zero; of embeddings A zero and B normal."""
-    found = _FACTOR.search(name)
-    embedding, letter = found.groups() if found else (None, "")
-    made = torch.zeros(*shape)
+    match = _FACTOR.search(name)
+    embedding, letter = match.groups() if match else (None, "")
+    values = torch.zeros(*shape)
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(_seed(seed, name))
+        torch.default_generator.manual_seed(_derive_seed(seed, name))
         if embedding and letter == "B":
-            return made.normal_()
-        return made if embedding or letter == "B" else nn.init.kaiming_uniform_(made, a=math.sqrt(5))
+            return values.normal_()
+        return values if embedding or letter == "B" else nn.init.kaiming_uniform_(values, a=math.sqrt(5))
 
 
-def _seed(seed: int, name: str) -> int:
+def _derive_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1

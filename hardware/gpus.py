@@ -69,21 +69,21 @@ def _to_pair(capability: list[int] | None) -> tuple[int, int] | None:
 
 def _parse_gpu(row: Mapping[str, Any]) -> Gpu:
     """Convert a row of `gpus.toml` to SI units. Raises ValueError that names the row if it lacks a required member."""
-    made = dict(row)
-    if missing := _REQUIRED - made.keys():
-        raise ValueError(f"hardware/gpus.toml: {made.get('name', 'a row without a name')} lacks {', '.join(missing)}")
-    fp8 = made.pop("matmul_fp8_tflops", None)
+    values = dict(row)
+    if missing := _REQUIRED - values.keys():
+        raise ValueError(f"hardware/gpus.toml: {values.get('name', 'a row without a name')} lacks {', '.join(missing)}")
+    fp8 = values.pop("matmul_fp8_tflops", None)
     return Gpu(
-        peak_bf16=made.pop("peak_bf16_tflops") * TERA,
-        matmul_bf16=made.pop("matmul_bf16_tflops") * TERA,
+        peak_bf16=values.pop("peak_bf16_tflops") * TERA,
+        matmul_bf16=values.pop("matmul_bf16_tflops") * TERA,
         matmul_fp8=fp8 * TERA if fp8 else None,
-        matmul_fp32=made.pop("fp32_tflops") * TERA,
-        hbm_bytes_per_second=made.pop("memory_tb_per_second") * TERA,
-        memory_bytes=made.pop("memory_gib") * GIB,
-        compute_capability=_to_pair(made.pop("capability", None)),
-        busbw={int(count): rate * GIGA for count, rate in made.pop("busbw_gb_per_second", {}).items()},
-        pci={int(number, 16): name for number, name in made.pop("pci", {}).items()},
-        **made,
+        matmul_fp32=values.pop("fp32_tflops") * TERA,
+        hbm_bytes_per_second=values.pop("memory_tb_per_second") * TERA,
+        memory_bytes=values.pop("memory_gib") * GIB,
+        compute_capability=_to_pair(values.pop("capability", None)),
+        busbw={int(count): rate * GIGA for count, rate in values.pop("busbw_gb_per_second", {}).items()},
+        pci={int(number, 16): name for number, name in values.pop("pci", {}).items()},
+        **values,
     )
 
 
@@ -108,7 +108,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 @lru_cache(maxsize=256)
-def gpu_named(name: str | None) -> Gpu | None:
+def find_gpu(name: str | None) -> Gpu | None:
     """Return the first row whose pattern matches the GPU's marketing name; None if no row matches."""
     if not name:
         return None
@@ -136,19 +136,19 @@ def scale_to_board(gpu: Gpu, watts: float | None) -> Gpu:
 
 def soldered(name: str | None) -> bool:
     """Whether this board is only built with NVLink in use. On such a board, no link at all is a fault."""
-    gpu, name = gpu_named(name), name or ""
+    gpu, name = find_gpu(name), name or ""
     return "SXM" in name or bool(gpu and gpu.soldered and re.search(gpu.soldered, name))
 
 
 def is_card(name: str | None) -> bool:
     """Whether this is a known PCIe card, on which an NVLink bridge is optional; False for an unknown model."""
-    gpu = gpu_named(name)
+    gpu = find_gpu(name)
     return gpu is not None and gpu.interconnect != "NVSwitch" and not soldered(name)
 
 
 def refuses_peers(name: str) -> bool:
     """Whether the driver refuses peer access over PCIe for this GPU, as it does for all consumer GPUs."""
-    gpu = gpu_named(name)
+    gpu = find_gpu(name)
     return is_of("sold for games", name) or bool(gpu and not gpu.peers)
 
 
@@ -157,7 +157,7 @@ def without_gdr(name: str) -> bool:
     return is_of("sold for games", name) or is_of("without GPUDirect RDMA", name)
 
 
-def model_of(
+def find_model(
     vendor_id: int | None, device_id: int | None, capability: tuple[int, int] | None = None
 ) -> tuple[str | None, tuple[int, int] | None]:
     """Return (model, compute capability) for PCI ids, or a capability of one GPU only; else (None, None)."""
@@ -188,10 +188,10 @@ class Link:
 @cache
 def links() -> tuple[Link, ...]:
     """Return every row, newest generation first."""
-    made = []
+    rows = []
     for row in map(dict, read_table(__file__, "links.toml")["link"]):
         plan = row.pop("nccl_gb_per_second", None)
-        made.append(
+        rows.append(
             Link(
                 bytes_per_second=row.pop("gb_per_second") * GIGA,
                 nccl_bytes_per_second=plan * GIGA if plan is not None else None,
@@ -199,7 +199,7 @@ def links() -> tuple[Link, ...]:
                 **row,
             )
         )
-    return tuple(made)
+    return tuple(rows)
 
 
 def nvlink(capability: tuple[int, int]) -> Link | None:

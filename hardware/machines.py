@@ -72,13 +72,13 @@ _LISTS = {"aliases", "links_per_pair", "other_sizes"}
 @cache
 def machines() -> tuple[Machine, ...]:
     """Return every row."""
-    made: list[Machine] = []
+    rows: list[Machine] = []
     for written in read_table(__file__, "machines.toml")["machine"]:
         row: dict[str, Any] = {name: tuple(value) if name in _LISTS else value for name, value in written.items()}
         row["nvlinks"] = tuple(tuple(counts) for counts in row.get("nvlinks", ()))
         joined = row.get("all_to_all", True) or bool(row["nvlinks"])
-        made.append(Known(**row) if row.keys() >= _NEEDED and joined else Machine(**row))
-    return tuple(made)
+        rows.append(Known(**row) if row.keys() >= _NEEDED and joined else Machine(**row))
+    return tuple(rows)
 
 
 @cache

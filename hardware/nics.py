@@ -28,20 +28,20 @@ class Nic:
 @cache
 def nics() -> tuple[Nic, ...]:
     """Return every row."""
-    made = []
+    rows = []
     for row in map(dict, read_table(__file__, "nics.toml")["nic"]):
         gbps = row.pop("gbps", None)
         devices, virtual = (tuple(row.pop(name, ())) for name in ("devices", "virtual"))
-        made.append(Nic(bytes_per_second=gbps * GIGA / 8 if gbps else None, devices=devices, virtual=virtual, **row))
-    return tuple(made)
+        rows.append(Nic(bytes_per_second=gbps * GIGA / 8 if gbps else None, devices=devices, virtual=virtual, **row))
+    return tuple(rows)
 
 
 @cache
 def models() -> dict[str, str]:
     """Map a Mellanox device's hca_type to its model: "MT4129" is "ConnectX-7", "MT4116" is "ConnectX-4 VF"."""
-    mine = [nic for nic in nics() if nic.vendor == MELLANOX]
-    physical = {f"MT{number}": nic.name for nic in mine for number in nic.devices}
-    return physical | {f"MT{number}": f"{nic.name} VF" for nic in mine for number in nic.virtual}
+    mellanox = [nic for nic in nics() if nic.vendor == MELLANOX]
+    physical = {f"MT{number}": nic.name for nic in mellanox for number in nic.devices}
+    return physical | {f"MT{number}": f"{nic.name} VF" for nic in mellanox for number in nic.virtual}
 
 
 def fastest(model: str | None) -> float | None:

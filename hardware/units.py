@@ -24,10 +24,10 @@ def bits(value: float | None) -> str:
     return "unknown" if value is None else _with_prefix(8 * float(value), "b/s")
 
 
-def some(names: Sequence[str], word: str = "", most: int = 8) -> str:
+def some(names: Sequence[str], word: str = "", limit: int = 8) -> str:
     """Format a list of names: "on mlx5_0, mlx5_1 and 8 more"; empty if there are none."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{word}{', '.join(names[:most])}{more}" if names else ""
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{word}{', '.join(names[:limit])}{suffix}" if names else ""
 
 
 def _with_prefix(number: float, unit: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from contracts.finding import Interval
 from contracts.layout import EIGHT_BITS, Layout
 from contracts.tables import read_table
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.units import GIB, GIGA
 from planner.advice import Forecast, Part
 from planner.forecast.calibration import SIGMAS, base_sigma, bytes_that_fit, interval, memory_interval
@@ -78,12 +78,12 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
         link = getattr(job.links, name)
         if parts.communication <= 0 or link is None or link.how != "assumed" or link.within is not None:
             continue
-        sigma, most = SIGMAS["pcie_assumed" if link.link == "PCIe" else "link_assumed"], 0.0
+        sigma, largest = SIGMAS["pcie_assumed" if link.link == "PCIe" else "link_assumed"], 0.0
         for factor in (math.exp(-sigma), math.exp(sigma)):
             other = replace(link, bytes_per_second=link.bytes_per_second * factor)
             links = replace(job.links, **{name: other}, **({"island": other} if job.links.island is link else {}))
-            most = max(most, abs(moved(replace(job, links=links))))
-        variance += most**2
+            largest = max(largest, abs(moved(replace(job, links=links))))
+        variance += largest**2
     if job.has_gpu and not host_measured:
         faster, slower = (
             moved(replace(job, rates=replace(job.rates, launch_seconds=job.rates.launch_seconds * math.exp(sigma))))
@@ -106,10 +106,10 @@ def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
     """Describe in one sentence how the step's time is spent."""
     by_name, total = parts._asdict(), parts.total
     kinds = ("communication-bound: ", COMMUNICATION, 0.33), ("compute-bound: ", _COMPUTE, 0.6), ("", by_name, 0.0)
-    reached = ((bound, names) for bound, names, least in kinds if sum(by_name[name] for name in names) >= least * total)
+    reached = ((bound, names) for bound, names, share in kinds if sum(by_name[name] for name in names) >= share * total)
     bound, names = next(reached)
-    most = max(names, key=lambda name: by_name[name])
-    return f"{bound}{_describe(links, layout, most)}: {by_name[most] / total:.0%} of the step"
+    longest = max(names, key=lambda name: by_name[name])
+    return f"{bound}{_describe(links, layout, longest)}: {by_name[longest] / total:.0%} of the step"
 
 
 def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
@@ -154,7 +154,7 @@ def _compute_mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | 
     not computed. The embedding is a lookup, as in torchtitan's count. Attention takes 2 x layers x heads x head size x
     length FLOPs in the forward pass, and twice that in the backward pass.
     """
-    gpu = gpu_named(job.rates.device)
+    gpu = find_gpu(job.rates.device)
     if gpu is None or not gpu.bf16:
         return None
     model, count = job.model, weights(job.model)
@@ -165,20 +165,20 @@ def _compute_mfu(job: Job, layout: Layout, tokens_per_second: float) -> float | 
     return flops * tokens_per_second / (gpu.peak_bf16 * layout.world_size)
 
 
-def why_not(job: Job, winner: Candidate, other: Candidate) -> str:
+def explain_loss(job: Job, winner: Candidate, other: Candidate) -> str:
     """Explain what the runner-up loses against the winner, or why its gain is not sufficient."""
     slower = other.seconds / winner.seconds - 1.0
-    more = other.memory.total - winner.memory.total
+    extra = other.memory.total - winner.memory.total
     if slower < 0:
         before = winner.list_complications(job.links)
         adds = ", ".join(name for name in other.list_complications(job.links) if name not in before)
         error = math.expm1(difference_sigma(job, other, winner))
-        adds = adds or f"{more / GIB:+.2f} GiB"
+        adds = adds or f"{extra / GIB:+.2f} GiB"
         return f"{-slower:.1%} faster by forecast, within the error of {error:.0%}, but adds {adds}"
     deltas = {n: getattr(other.parts, n) - getattr(winner.parts, n) for n in other.parts._fields}
     worst = max(deltas, key=lambda n: deltas[n])
     if deltas[worst] <= 0.005 * winner.seconds:
-        return f"{slower:.1%} slower; {more / GIB:+.2f} GiB per rank"
+        return f"{slower:.1%} slower; {extra / GIB:+.2f} GiB per rank"
     return f"{slower:.1%} slower: {deltas[worst] * 1000:,.1f} ms more for {_describe(job.links, other.layout, worst)}"
 
 
@@ -211,7 +211,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
             rate=f"{rate:{',.0f' if rate >= 100 else '.3g'}}",
             bound="; then it is compute-bound" if parts.communication < 0.1 * parts.total else "",
         )  # fmt: skip
-    gpu = gpu_named(job.rates.device)
+    gpu = find_gpu(job.rates.device)
     apart = job.links.island_size < job.links.ranks_per_node and (gpu is None or gpu.links > 0)
     if job.has_gpu and apart and winner.parts.communication > 0:
         add("nvlink", gain_of(links=replace(job.links, node=replace(job.links.node, bytes_per_second=100 * GIGA))))
@@ -223,11 +223,11 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     if layout.offload != "none":
         add("threads", gain_of(host_adam_bytes_per_second=job.constants["adam_rank_bytes_per_second"]))
     if layout.checkpointing != "none" and capacity is not None:
-        whole = replace(layout, checkpointing="none")
-        more = (memory_of(job, whole).total - bytes_that_fit(job, capacity)) / GIB
-        if more * GIB <= capacity:  # no available GPU has much more than twice the memory of another
+        stored = replace(layout, checkpointing="none")
+        missing = (memory_of(job, stored).total - bytes_that_fit(job, capacity)) / GIB
+        if missing * GIB <= capacity:  # no available GPU has much more than twice the memory of another
             device = "GPU" if job.has_gpu else "rank"
-            add("memory" if more > 0 else "recompute", gain_of(whole), more=math.ceil(more), device=device)
+            add("memory" if missing > 0 else "recompute", gain_of(stored), more=math.ceil(missing), device=device)
     if winner.parts.bubble > 0:
         add("accumulation", gain_of(replace(layout, gradient_accumulation=layout.gradient_accumulation * 2)))
     ideas.sort(key=lambda idea: -idea[0])

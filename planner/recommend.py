@@ -15,11 +15,11 @@ from contracts.job_config import resolve_layout
 from contracts.layout import Layout, LayoutError, Precision
 from contracts.tables import read_texts
 from contracts.trl import spelled
-from hardware.gpus import Gpu, gpu_named, gpus, scale_to_board
+from hardware.gpus import Gpu, find_gpu, gpus, scale_to_board
 from hardware.machines import catalogue
 from hardware.units import GIB, GIGA
 from planner.advice import FrontierPoint, RankedLayout, Recommendation, Rejected
-from planner.explain import forecast_of, helps_most, why_not
+from planner.explain import explain_loss, forecast_of, helps_most
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Job, Rates, cpu_rates, gpu_rates
@@ -57,8 +57,8 @@ MeasuredStep = tuple[Mapping[str, Any], float]  # (fields of its layout, seconds
 
 def rank(planned: Planned, candidate: Candidate, winner: Candidate | None = None) -> RankedLayout:
     """Return a layout with its forecast, compared with the winner."""
-    why = why_not(planned.job, winner, candidate) if winner is not None else ""
-    return RankedLayout(layout=candidate.layout, forecast=forecast_of(planned, candidate), why=why)
+    reason = explain_loss(planned.job, winner, candidate) if winner is not None else ""
+    return RankedLayout(layout=candidate.layout, forecast=forecast_of(planned, candidate), why=reason)
 
 
 def _find_rates(
@@ -68,8 +68,8 @@ def _find_rates(
     node, engine = cluster.nodes[0], engine_named(train.engine)
     if node.gpus:
         models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
-        known = [gpu for name in models if (gpu := gpu_named(name))]
-        if known and gpu_named(node.gpus[0].model):  # every rank waits for the slowest GPU model
+        known = [gpu for name in models if (gpu := find_gpu(name))]
+        if known and find_gpu(node.gpus[0].model):  # every rank waits for the slowest GPU model
             return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
         model, memory = node.gpus[0].model, node.gpus[0].memory_bytes
         other = next(gpu for gpu in gpus() if gpu.is_fallback)
@@ -89,8 +89,8 @@ def _find_rates(
 
 def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, precision: str) -> Rates:
     """Return the rates of a GPU at the lowest default power limit that was probed; limits below it are findings."""
-    probed = [one for s in snapshots if (f := s.facts(GpuFacts)) for one in f.gpus if gpu_named(one.name) == gpu]
-    watts = min((one.power_limit_default_watts for one in probed if one.power_limit_default_watts), default=None)
+    probed = [probe for s in snapshots if (f := s.facts(GpuFacts)) for probe in f.gpus if find_gpu(probe.name) == gpu]
+    watts = min((probe.power_limit_default_watts for probe in probed if probe.power_limit_default_watts), default=None)
     board = scale_to_board(gpu, watts)
     rates = gpu_rates(board, train, engine_named(train.engine), precision)
     if board is gpu:
@@ -101,8 +101,8 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
 
 def unjudged(cluster: ClusterTopology) -> str:
     """Return why catalogue machines with GPUs that NCCL does not support get no forecast; else ""."""
-    gpus = (gpu_named(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
-    gpu = next((found for found in gpus if found is not None and found.maker != "NVIDIA"), None)
+    gpus = (find_gpu(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
+    gpu = next((known_gpu for known_gpu in gpus if known_gpu is not None and known_gpu.maker != "NVIDIA"), None)
     return _text("unjudged", gpu=gpu.name) if gpu else ""
 
 
@@ -110,8 +110,8 @@ def _get_capability(cluster: ClusterTopology) -> tuple[int, int] | None:
     if not cluster.nodes[0].gpus:
         return None
     first = cluster.nodes[0].gpus[0]
-    known = gpu_named(first.model)
-    return first.compute_capability or (known.compute_capability if known else None)
+    entry = find_gpu(first.model)
+    return first.compute_capability or (entry.compute_capability if entry else None)
 
 
 def _get_host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
@@ -129,16 +129,16 @@ def _list_free_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot], u
     probed = {s.hostname: {gpu.index: gpu for gpu in f.gpus} for s in snapshots if (f := s.facts(GpuFacts))}
     sizes, held = [], []
     for node in cluster.nodes:
-        for one in (gpu for gpu in node.gpus if gpu.memory_bytes):
-            gpu = probed.get(node.hostname, {}).get(one.index)
-            taken = (count_held_bytes(gpu) or 0) if gpu is not None and gpu.uuid == one.uuid else 0
-            sizes.append((one.memory_bytes or 0) - taken)
-            if gpu is not None and taken:
+        for slot in (gpu for gpu in node.gpus if gpu.memory_bytes):
+            gpu = probed.get(node.hostname, {}).get(slot.index)
+            used = (count_held_bytes(gpu) or 0) if gpu is not None and gpu.uuid == slot.uuid else 0
+            sizes.append((slot.memory_bytes or 0) - used)
+            if gpu is not None and used:
                 pids = ", ".join(str(process.pid) for process in (gpu.processes or ())[:4])
-                held.append(f"{taken / GIB:.1f} GiB of {one.name} on {node.hostname}" + (f" (pid {pids})" * bool(pids)))
+                held.append(f"{used / GIB:.1f} GiB of {slot.name} on {node.hostname}" + (f" (pid {pids})" * bool(pids)))
     if held:
-        more = f" and of {len(held) - 4} more GPUs" if len(held) > 4 else ""
-        unknowns.append(_text("held_memory", held=", ".join(held[:4]), more=more))
+        further = f" and of {len(held) - 4} more GPUs" if len(held) > 4 else ""
+        unknowns.append(_text("held_memory", held=", ".join(held[:4]), more=further))
     return sizes
 
 
@@ -150,14 +150,14 @@ def _choose_batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int
     times = requested.get("gradient_accumulation", stages)
     if "micro_batch" in requested:  # as in trainers: each rank has its own rows
         return int(requested["micro_batch"] * times * ranks)
-    wanted, multiple = _FINETUNE_BATCH, ranks * times if "gradient_accumulation" in requested else world
+    target, multiple = _FINETUNE_BATCH, ranks * times if "gradient_accumulation" in requested else world
     if train.method == "full" and world > _FINETUNE_RANKS:
         each = active_weights(model)
-        tokens = next(tokens for most, tokens in _TOKENS_PER_STEP if each <= most)
-        wanted = max(1, tokens // train.sequence_length)
+        tokens = next(tokens for limit, tokens in _TOKENS_PER_STEP if each <= limit)
+        target = max(1, tokens // train.sequence_length)
         if not requested and engine.can & {"tp", "pp", "cp"}:  # ranks can share a sequence
-            multiple = max(d for d in range(1, min(world, wanted) + 1) if world % d == 0)
-    return math.ceil(wanted / multiple) * multiple
+            multiple = max(d for d in range(1, min(world, target) + 1) if world % d == 0)
+    return math.ceil(target / multiple) * multiple
 
 
 def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
@@ -201,7 +201,7 @@ def plan(
         )
     rates = _find_rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = apply_findings(links, findings or {}, snapshots, interface=interface)
-    links, gpu = now.links, gpu_named(rates.device)
+    links, gpu = now.links, find_gpu(rates.device)
     rates = slowed(rates, gpu.matmul_bf16 if gpu and precision == "bf16" else None, now)
     capacity = rates.memory_bytes
     if has_gpu:
@@ -221,9 +221,9 @@ def plan(
     models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
     if len(models) > 1:
         unknowns.append(_text("mixed_gpus", models=", ".join(map(str, models))))
-    most = max(sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes)
-    if has_gpu and links.ranks_per_node < most:
-        unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=most))
+    most_gpus = max(sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes)
+    if has_gpu and links.ranks_per_node < most_gpus:
+        unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=most_gpus))
     longer = sum(rows for length, rows in train.length_histogram if length > train.sequence_length)
     if longer:
         rows = sum(rows for _, rows in train.length_histogram)
@@ -257,8 +257,8 @@ def _list_plugins(cluster: ClusterTopology, network: Speed | None, snapshots: Se
     for node in situation(snapshots, cluster).nodes:
         name, file = find_plugin(node) or ("", "")
         if name and network.link == name:
-            why = f"{file} is on {node.hostname}" if file else f"{node.hostname} of the catalogue has it"
-            yield _text("plugin", name=name, rate=rate, why=why, sockets=TCP_CEILING_BYTES_PER_SECOND / GIGA)
+            reason = f"{file} is on {node.hostname}" if file else f"{node.hostname} of the catalogue has it"
+            yield _text("plugin", name=name, rate=rate, why=reason, sockets=TCP_CEILING_BYTES_PER_SECOND / GIGA)
             return
         if name and not file and network.link == "TCP":
             nics = (cluster.inter_node_bytes_per_second or 0.0) * NETWORK_SHARE / GIGA
@@ -268,12 +268,12 @@ def _list_plugins(cluster: ClusterTopology, network: Speed | None, snapshots: Se
 
 def _describe_unmeasured(speed: Speed) -> str:
     """Describe the effect of a link that was not measured, and how to measure it."""
-    why = f" ({speed.why})" if speed.why else ""
-    words = _text("unmeasured", link=speed.link, rate=speed.bytes_per_second / GIGA, why=why)
+    reason = f" ({speed.why})" if speed.why else ""
+    text = _text("unmeasured", link=speed.link, rate=speed.bytes_per_second / GIGA, why=reason)
     if speed.within:
-        least, most = (rate / GIGA for rate in speed.within)
-        words += _text("unknown_network", least=least, most=most)
-    return words
+        low, high = (rate / GIGA for rate in speed.within)
+        text += _text("unknown_network", least=low, most=high)
+    return text
 
 
 def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
@@ -282,21 +282,21 @@ def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
     Raises LayoutError, as `forecast_named` does.
     """
     layout, seconds = measured
-    due = forecast_named(planned, layout)
-    ratio = seconds / due.forecast.step_seconds.mid
+    row = forecast_named(planned, layout)
+    ratio = seconds / row.forecast.step_seconds.mid
     rates = planned.job.rates
-    words = _text("scaled", family=due.layout.family, seconds=seconds, ratio=ratio)
-    job = replace(planned.job, rates=replace(rates, inputs=(*rates.inputs, words)))
+    note = _text("scaled", family=row.layout.family, seconds=seconds, ratio=ratio)
+    job = replace(planned.job, rates=replace(rates, inputs=(*rates.inputs, note)))
     return replace(planned, job=job, scale=planned.scale * ratio, calibrated=True)
 
 
-def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
+def forecast_named(planned: Planned, members: Mapping[str, Any]) -> RankedLayout:
     """Return the best layout with these values, as `recommend` would; degrees that are not named are 1.
 
     If rules or memory allow none, return the given layout at the plan's global batch, with the reason in `why`. Raises
     LayoutError for impossible values.
     """
-    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "offload": "none", **named}
+    degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "offload": "none", **members}
     degrees.setdefault("precision", planned.precision)
     if degrees.get("virtual_stages", 1) > 1:
         degrees.setdefault("schedule", "interleaved")
@@ -306,20 +306,20 @@ def forecast_named(planned: Planned, named: Mapping[str, Any]) -> RankedLayout:
     shape = Layout(world_size=planned.world, **{"sharding": sharding, **usual, **degrees})
     if shape.data_parallel == 1:
         degrees.pop("sharding", None)  # with one rank all kinds of sharding are the same
-    if {"micro_batch", "gradient_accumulation"} <= set(named):
+    if {"micro_batch", "gradient_accumulation"} <= set(members):
         planned = replace(planned, global_batch=shape.global_batch)
     for surely in (True, False):
         if best := search(planned, degrees, surely=surely).best:
             ranked = rank(planned, best[0])
             return ranked if surely else replace(ranked, why=may_not_fit(planned, ranked))
     accumulation, left = divmod(planned.global_batch, shape.data_parallel * shape.micro_batch)
-    if "gradient_accumulation" not in named:
+    if "gradient_accumulation" not in members:
         if left:
             batch, ranks = planned.global_batch, shape.data_parallel
             raise LayoutError(_text("indivisible_batch", batch=batch, ranks=ranks, micro_batch=shape.micro_batch))
         shape = replace(shape, gradient_accumulation=accumulation)
     shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
-    picked = fitting(planned.job, shape, planned.budget, named=named)
+    picked = fitting(planned.job, shape, planned.budget, fixed=members)
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 
 
@@ -343,16 +343,16 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     candidate, budget = planned.candidate(layout), planned.budget
     needs = candidate.memory.total
     broken = first_broken(planned.job, layout)
-    why = f"breaks {broken[0]}: {broken[1]}" if broken else ""
-    if not why and budget is not None and needs > budget:
-        why = _text("does_not_fit", missing=(needs - budget) / GIB, budget=budget / GIB)
-    return replace(rank(planned, candidate), why=why)
+    reason = f"breaks {broken[0]}: {broken[1]}" if broken else ""
+    if not reason and budget is not None and needs > budget:
+        reason = _text("does_not_fit", missing=(needs - budget) / GIB, budget=budget / GIB)
+    return replace(rank(planned, candidate), why=reason)
 
 
 def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLayout) -> float:
     """Return the error of the ratio of two steps, as a share: errors that both forecasts have in common cancel."""
-    one, other = planned.candidate(first.layout), planned.candidate(second.layout)
-    return math.expm1(difference_sigma(planned.job, one, other))
+    left, other = planned.candidate(first.layout), planned.candidate(second.layout)
+    return math.expm1(difference_sigma(planned.job, left, other))
 
 
 def recommend(
@@ -386,54 +386,54 @@ def recommend(
         planned = scaled(planned, measured_step)
     healthy = None
     if planned.slowed:
-        known = links_of(cluster, ranks_per_node=ranks_per_node)
-        if without := find_healthy_links(cluster, known, against, snapshots):
+        links = links_of(cluster, ranks_per_node=ranks_per_node)
+        if without := find_healthy_links(cluster, links, against, snapshots):
             again = plan(cluster, snapshots, model, train, calibration=calibration, links=without)
             healthy = best_layout(replace(
                 again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch,
             ))  # fmt: skip
-    found = search(planned)
+    result = search(planned)
     for other in _list_other_batches(planned):
-        if found.best:
+        if result.best:
             break
         planned = replace(planned, global_batch=other)
-        found = search(planned)
-    is_certain = bool(found.best)
+        result = search(planned)
+    is_certain = bool(result.best)
     if not is_certain:
-        found = replace(found, best=search(planned, surely=False).best[:1])
+        result = replace(result, best=search(planned, surely=False).best[:1])
     unknowns, assumed = list(planned.unknowns), ""
     if planned.batch_is_assumed:
         batch = planned.global_batch
         unknowns.append(_text("batch", batch=batch, tokens=batch * train.sequence_length))
     if nccl_version and nccl_version > (newest := newest_read()):
         unknowns.append(_text("unread_release", version=version_text(nccl_version), newest=version_text(newest)))
-    too_large = any(row.rule == "memory-fits" for row in found.rejected)
+    too_large = any(row.rule == "memory-fits" for row in result.rejected)
     knows_rows = train.packing or train.length_histogram  # else `longest_row` is only an upper bound
-    if not found.best and too_large and planned.requested and not knows_rows:
-        found, assumed = _choose_for_shorter_rows(planned, found)
+    if not result.best and too_large and planned.requested and not knows_rows:
+        result, assumed = _choose_for_shorter_rows(planned, result)
         unknowns.append(assumed)
     helps: tuple[str, ...] = ()
-    best = found.best[: 1 + _RUNNERS_UP]
-    chosen = rank(planned, best[0]) if best else None
-    if chosen is not None:
+    best = result.best[: 1 + _RUNNERS_UP]
+    winner = rank(planned, best[0]) if best else None
+    if winner is not None:
         helps = helps_most(planned.job, best[0], planned.capacity)
-        unknowns += _list_settings_of_experts(planned.job, chosen.layout)
+        unknowns += _list_settings_of_experts(planned.job, winner.layout)
         if not is_certain and not assumed:
-            unknowns.append(may_not_fit(planned, chosen))
+            unknowns.append(may_not_fit(planned, winner))
             helps = (*nearest(planned), *helps) if planned.requested else helps
         elif is_certain and best[0].may_be_tight:
-            high, capacity = chosen.forecast.memory_bytes.high, planned.capacity or 0.0
+            high, capacity = winner.forecast.memory_bytes.high, planned.capacity or 0.0
             unknowns.append(_text("tight_memory", high=high / GIB, capacity=capacity / GIB))
     elif planned.requested:
-        found.rejected.insert(0, _explain_refusal(planned, found))
+        result.rejected.insert(0, _explain_refusal(planned, result))
         helps = nearest(planned)
     else:
         unknowns.append("no layout of this engine fits")
-    fit = f"{len(found.best)} combinations of parallelism fit"
-    note = Note(topic="search", text=f"{found.tried} layouts forecast, {fit}")
+    fit = f"{len(result.best)} combinations of parallelism fit"
+    note = Note(topic="search", text=f"{result.tried} layouts forecast, {fit}")
     return replace(
-        answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=chosen,
-        runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(found.rejected),
+        answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=winner,
+        runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(result.rejected),
         helps_most=helps, unknowns=tuple(unknowns),
         slowed=planned.slowed, healthy=healthy,
     )  # fmt: skip
@@ -445,7 +445,7 @@ AS_REQUESTED = "the requested settings"  # rejected if the job's own settings ca
 ROWS = "the rows "  # start of every unknown about row lengths in the data set
 
 
-def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, str]:
+def _choose_for_shorter_rows(planned: Planned, result: Found) -> tuple[Found, str]:
     """Choose the layout that the settings name, although it does not fit rows of the assumed length.
 
     Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
@@ -463,13 +463,13 @@ def _choose_for_shorter_rows(planned: Planned, found: Found) -> tuple[Found, str
     fits = ((longest, best[0].layout) for longest in halvings
             if (best := search(replace(planned, job=job_of(longest))).best))  # fmt: skip
     if (first := next(fits, None)) is None:
-        return found, _text("assumed_rows", tokens=tokens, consequence=_text("assumed_rows_hopeless"))
+        return result, _text("assumed_rows", tokens=tokens, consequence=_text("assumed_rows_hopeless"))
     longest, layout = first
-    most = bisect_right(range(tokens), budget, lo=longest, key=lambda n: memory_of(job_of(n), layout).total) - 1
-    chosen = planned.candidate(layout)
-    missing = (chosen.memory.total - budget) / GIB
-    words = _text("assumed_rows_longest", needed=chosen.memory.total / GIB, missing=missing, most=most)
-    return replace(found, best=[chosen]), _text("assumed_rows", tokens=tokens, consequence=words)
+    longest_fit = bisect_right(range(tokens), budget, lo=longest, key=lambda n: memory_of(job_of(n), layout).total) - 1
+    candidate = planned.candidate(layout)
+    missing = (candidate.memory.total - budget) / GIB
+    text = _text("assumed_rows_longest", needed=candidate.memory.total / GIB, missing=missing, most=longest_fit)
+    return replace(result, best=[candidate]), _text("assumed_rows", tokens=tokens, consequence=text)
 
 
 def _list_other_batches(planned: Planned) -> Iterator[int]:
@@ -477,10 +477,10 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
 
     They are smaller ones if the settings name the accumulation, then larger ones up to one sequence per rank.
     """
-    batch, named = planned.global_batch, planned.requested
+    batch, members = planned.global_batch, planned.requested
     if not planned.batch_is_assumed:
         return
-    while "gradient_accumulation" in named and batch % (2 * planned.world) == 0:
+    while "gradient_accumulation" in members and batch % (2 * planned.world) == 0:
         batch //= 2
         yield batch
     while batch < planned.world:
@@ -488,20 +488,20 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
         yield batch
 
 
-def _explain_refusal(planned: Planned, found: Found) -> Rejected:
+def _explain_refusal(planned: Planned, result: Found) -> Rejected:
     """Return, from all rejected layouts, the row about the requested settings."""
-    families = found.rejected[found.of_degrees :]
+    families = result.rejected[result.of_degrees :]
     short = [row for row in families if row.rule == "memory-fits"]
-    row = next(iter(short or families or found.rejected), Rejected(what="", rule="fixed", reason="no layout has them"))
+    row = next(iter(short or families or result.rejected), Rejected(what="", rule="fixed", reason="no layout has them"))
     settings = ", ".join(spelled(name, value) for name, value in planned.requested.items()
                          if name in _TELLING and value != 1 and (name, value) != ("offload", "none"))  # fmt: skip
     train = planned.job.train
     longest = longest_row(train)
     length = f"at max_length: {longest}" if longest == train.sequence_length else f"with rows of up to {longest} tokens"
-    at = f"{settings} {length}" if settings else "the layout"
-    words = "does not fit" if row.rule == "memory-fits" else "cannot run"
+    subject = f"{settings} {length}" if settings else "the layout"
+    verb = "does not fit" if row.rule == "memory-fits" else "cannot run"
     budget = f": a rank may fill {planned.budget / GIB:.1f} GiB" if short and planned.budget else ""
-    return Rejected(what=AS_REQUESTED, rule=row.rule, reason=f"{at} {words}: {row.reason}{budget}")
+    return Rejected(what=AS_REQUESTED, rule=row.rule, reason=f"{subject} {verb}: {row.reason}{budget}")
 
 
 _TELLING = ("micro_batch", "sharding", "checkpointing", "offload", "precision", "tp", "pp", "cp")
@@ -514,21 +514,21 @@ def nearest(planned: Planned) -> tuple[str, ...]:
     A smaller micro-batch with more accumulation is preferred; else every setting but the precision may change.
     """
     requested = {"gradient_accumulation": 1, **planned.requested}
-    rest = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
+    fixed = {name: value for name, value in planned.requested.items() if name != "gradient_accumulation"}
     micro = requested.get("micro_batch", 1)
-    smaller = [{**rest, "micro_batch": n} for n in range(micro - 1, 0, -1) if micro % n == 0]
-    free = {name: value for name, value in rest.items() if name == "precision"}
-    found = (best for named in (*smaller, free) for best in search(planned, named).best[:1])
-    for layout in (best.layout for best in found):
-        chosen = {name: getattr(layout, name) for name in (*_TELLING, *_FREED)}
-        other = [spelled(name, value) for name, value in chosen.items() if value != requested.get(name, value)]
+    smaller = [{**fixed, "micro_batch": n} for n in range(micro - 1, 0, -1) if micro % n == 0]
+    free = {name: value for name, value in fixed.items() if name == "precision"}
+    layouts = (best for named in (*smaller, free) for best in search(planned, named).best[:1])
+    for layout in (best.layout for best in layouts):
+        members = {name: getattr(layout, name) for name in (*_TELLING, *_FREED)}
+        other = [spelled(name, value) for name, value in members.items() if value != requested.get(name, value)]
         return (f"{', '.join(other)} ({layout.family}), for the same batch of {planned.global_batch}",)
     return ()
 
 
 def best_layout(planned: Planned) -> RankedLayout | None:
     """Return only the best layout."""
-    return next((rank(planned, one) for one in search(planned).best[:1]), None)
+    return next((rank(planned, candidate) for candidate in search(planned).best[:1]), None)
 
 
 def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
@@ -561,8 +561,8 @@ def frontier(
     ]  # fmt: skip
     fits = {id(p): (p.seconds.mid, p.cost.mid if p.cost else p.gpu_hours or math.inf) for p in points if p.seconds}
     beaten = {
-        key for key, own in fits.items()
-        if any(other != own and other[0] <= own[0] and other[1] <= own[1] for other in fits.values())
+        key for key, values in fits.items()
+        if any(other != values and other[0] <= values[0] and other[1] <= values[1] for other in fits.values())
     }  # fmt: skip
     comparable = len({p.cost is None for p in points if p.seconds}) < 2
     return tuple(replace(p, best=comparable and id(p) in fits and id(p) not in beaten) for p in points)
@@ -583,11 +583,11 @@ def _make_point(
     if reason := unjudged(cluster):
         return replace(here, reason=reason)
     planned = plan(cluster, (), model, train)
-    found = search(planned)
-    if not found.best:
-        misses = (row.reason for row in found.rejected if row.rule == "memory-fits")
+    result = search(planned)
+    if not result.best:
+        misses = (row.reason for row in result.rejected if row.rule == "memory-fits")
         return replace(here, reason=next(misses, "no layout is allowed"))  # the smallest excess comes first
-    best = found.best[0]
+    best = result.best[0]
     forecast = forecast_of(planned, best)
     step = forecast.step_seconds
     mid = tokens / forecast.tokens_per_second
@@ -607,5 +607,5 @@ def checkpoint_to_save(advice: Recommendation) -> tuple[float, float]:
     if advice.chosen is None or advice.model is None or advice.train is None:
         return 0.0, 0.0
     in_fp32 = advice.backend != "nccl" or advice.chosen.layout.precision == "fp32"
-    due = advice.chosen.forecast.step_seconds.high
-    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), due
+    step = advice.chosen.forecast.step_seconds.high
+    return checkpoint_bytes(advice.model, advice.train, in_fp32=in_fp32), step

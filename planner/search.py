@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Schedule, Sharding
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
 from planner.forecast.calibration import SIGMAS, bytes_that_fit, memory_interval, widths
@@ -32,10 +32,10 @@ from planner.forecast.step_time import StepParts, step_parts
 Broken = Iterator[tuple[str, str]]  # names of rules, and their reasons
 
 
-def list_broken(job: Job, at: Layout) -> Broken:
+def list_broken(job: Job, layout: Layout) -> Broken:
     """Yield name and reason of every rule that a layout violates."""
-    yield from list_broken_by_degrees(job, at)
-    yield from list_broken_by_batch(job, at)
+    yield from list_broken_by_degrees(job, layout)
+    yield from list_broken_by_batch(job, layout)
 
 
 def first_broken(job: Job, layout: Layout) -> tuple[str, str] | None:
@@ -43,14 +43,14 @@ def first_broken(job: Job, layout: Layout) -> tuple[str, str] | None:
     return next(list_broken(job, layout), None)
 
 
-def list_broken_by_degrees(job: Job, at: Layout) -> Broken:
+def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
     """Yield the violated rules that need no whole layout, so they can already reject a degree."""
-    yield from _check_tensors(job, at)
-    yield from _check_rows(job, at)
-    yield from _check_model(job, at)
-    if lacks := engine_lacks(job.engine, job.model, job.train, at, has_gpu=job.has_gpu):
+    yield from _check_tensors(job, layout)
+    yield from _check_rows(job, layout)
+    yield from _check_model(job, layout)
+    if lacks := engine_lacks(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
         yield "engine-runs", lacks
-    if exceeds := _exceeds_host_memory(job, at):
+    if exceeds := _exceeds_host_memory(job, layout):
         yield "host-memory-holds", exceeds
 
 
@@ -60,7 +60,7 @@ def list_broken_by_batch(job: Job, at: Layout) -> Broken:
     Each chunk has at least one layer, or the embedding or the head. With fewer micro-batches than stages a pipeline is
     never full, and torch's 1F1B schedule rejects it. The global batch is divided evenly.
     """
-    layers, times, wanted = job.model.layers, at.gradient_accumulation, job.train.global_batch
+    layers, times, batch = job.model.layers, at.gradient_accumulation, job.train.global_batch
     if at.pp * at.virtual_stages > (most_chunks(job) if at.virtual_stages > 1 else layers):
         yield "enough-layers", f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {layers}"
     if at.stage_layers and sum(at.stage_layers) != layers:
@@ -70,37 +70,37 @@ def list_broken_by_batch(job: Job, at: Layout) -> Broken:
     elif at.virtual_stages > 1 and times % at.pp:
         reason = f"{times} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
         yield "enough-micro-batches", reason
-    if wanted is not None and at.global_batch != wanted:
-        reason = f"{at.micro_batch} x {times} x {at.data_parallel} ranks is not the global batch {wanted}"
+    if batch is not None and at.global_batch != batch:
+        reason = f"{at.micro_batch} x {times} x {at.data_parallel} ranks is not the global batch {batch}"
         yield "batch-divides", reason
 
 
-def _check_tensors(job: Job, at: Layout) -> Broken:
+def _check_tensors(job: Job, layout: Layout) -> Broken:
     """Tensor parallelism splits whole attention heads and the columns of the MLP evenly, within an NVLink island."""
     model = job.model
-    if model.heads % at.tp:
-        yield "heads-divide", f"{model.heads} attention heads are not divisible by TP={at.tp}"
+    if model.heads % layout.tp:
+        yield "heads-divide", f"{model.heads} attention heads are not divisible by TP={layout.tp}"
     # Megatron replicates key and value heads if there are too few.
-    if model.kv_heads % at.tp and not (job.engine.copies_kv_heads and at.tp % model.kv_heads == 0):
-        yield "kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={at.tp}"
+    if model.kv_heads % layout.tp and not (job.engine.copies_kv_heads and layout.tp % model.kv_heads == 0):
+        yield "kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={layout.tp}"
     columns = [model.expert_ffn, model.shared_expert_ffn] if model.experts else [model.ffn]
     columns += [model.ffn] if model.dense_layers else []
-    if uneven := next((width for width in columns if width % at.tp), None):
-        yield "ffn-divides", f"MLP width {uneven} is not divisible by TP={at.tp}"
-    if at.tp > job.links.island_size and (leaves := _leaves_island(job, at)):
+    if uneven := next((width for width in columns if width % layout.tp), None):
+        yield "ffn-divides", f"MLP width {uneven} is not divisible by TP={layout.tp}"
+    if layout.tp > job.links.island_size and (leaves := _leaves_island(job, layout)):
         yield "tp-inside-island", leaves
 
 
-def _leaves_island(job: Job, at: Layout) -> str | None:
+def _leaves_island(job: Job, layout: Layout) -> str | None:
     """Return why TP must not leave an NVLink island: it waits for its links several times per layer."""
-    slow = job.links.crosses(at.tp, 1)
-    if at.tp > job.links.ranks_per_node and job.links.network is not None:
-        return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
-    if not job.has_gpu and at.tp <= job.links.ranks_per_node:
+    slow = job.links.crosses(layout.tp, 1)
+    if layout.tp > job.links.ranks_per_node and job.links.network is not None:
+        return f"TP={layout.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} between nodes"
+    if not job.has_gpu and layout.tp <= job.links.ranks_per_node:
         return None  # host memory is the only link
     if job.links.island_size == 1:
-        return f"TP={at.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} (no NVLink)"
-    return f"TP={at.tp} needs more GPUs than the {job.links.island_size} that NVLink connects"
+        return f"TP={layout.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} (no NVLink)"
+    return f"TP={layout.tp} needs more GPUs than the {job.links.island_size} that NVLink connects"
 
 
 def most_chunks(job: Job) -> int:
@@ -108,24 +108,24 @@ def most_chunks(job: Job) -> int:
     return job.model.layers + (2 if job.engine.empty_ends else 0)
 
 
-def _check_rows(job: Job, at: Layout) -> Broken:
+def _check_rows(job: Job, layout: Layout) -> Broken:
     """Sequences and experts are divided evenly.
 
     Ring attention divides a sequence into 2 x CP parts. Expert parallelism gives each rank whole experts, within one
     pipeline stage (docs/decisions/0022).
     """
-    model, length, ranks = job.model, job.train.sequence_length, at.world_size // at.pp
-    if at.cp > 1 and length % (2 * at.cp):
-        yield "sequence-divides", f"sequence length {length} does not divide by 2 x CP={at.cp}"
-    if at.ep > 1 and not model.experts:
-        yield "experts-divide", f"EP={at.ep}: {model.name} has no experts"
-    elif model.experts % at.ep:
-        yield "experts-divide", f"{model.experts} experts do not divide by EP={at.ep}"
-    elif ranks % at.ep:
-        yield "experts-divide", f"EP={at.ep} does not divide the {ranks} ranks of a pipeline stage"
+    model, length, ranks = job.model, job.train.sequence_length, layout.world_size // layout.pp
+    if layout.cp > 1 and length % (2 * layout.cp):
+        yield "sequence-divides", f"sequence length {length} does not divide by 2 x CP={layout.cp}"
+    if layout.ep > 1 and not model.experts:
+        yield "experts-divide", f"EP={layout.ep}: {model.name} has no experts"
+    elif model.experts % layout.ep:
+        yield "experts-divide", f"{model.experts} experts do not divide by EP={layout.ep}"
+    elif ranks % layout.ep:
+        yield "experts-divide", f"EP={layout.ep} does not divide the {ranks} ranks of a pipeline stage"
 
 
-def _check_model(job: Job, at: Layout) -> Broken:
+def _check_model(job: Job, layout: Layout) -> Broken:
     """The model can be trained with rows of this length, and the GPU supports the number format.
 
     A learned position table has a maximum length. Quantised weights have no gradient, and the fine-tune job cannot load
@@ -138,11 +138,11 @@ def _check_model(job: Job, at: Layout) -> Broken:
     if model.quantised and (job.train.method == "full" or not job.engine.loads_quantised):
         reason = f"the weights are quantised ({model.quantised}): name the model that they were made from"
         yield "weights-can-train", reason
-    needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(at.precision)
+    needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(layout.precision)
     if needed and cc is not None and cc < needed:
-        reason = f"{at.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
+        reason = f"{layout.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
         yield "precision-exists", reason
-    elif at.precision == "mxfp8" and cc is not None and cc >= (12, 0):
+    elif layout.precision == "mxfp8" and cc is not None and cc >= (12, 0):
         yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
 
 
@@ -161,36 +161,36 @@ def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout,
 _PARALLEL = {"sp": "sequence parallelism", **{word: word.upper() for word in ("tp", "pp", "cp", "ep", "hsdp", "ddp")}}
 
 
-def _list_parallelism(at: Layout) -> Iterator[str]:
+def _list_parallelism(layout: Layout) -> Iterator[str]:
     """Yield what an engine must be able to do for a layout, as in `Engine.can`."""
-    yield from (word for word in ("tp", "pp", "cp", "ep") if getattr(at, word) > 1)
-    if at.sequence_parallel:
+    yield from (word for word in ("tp", "pp", "cp", "ep") if getattr(layout, word) > 1)
+    if layout.sequence_parallel:
         yield "sp"
-    sharded = at.dp_shard > 1 and at.sharding != "ddp"
+    sharded = layout.dp_shard > 1 and layout.sharding != "ddp"
     if sharded:
-        yield at.sharding
-    if sharded and at.sharding == "zero3" and at.dp_replicate > 1:
+        yield layout.sharding
+    if sharded and layout.sharding == "zero3" and layout.dp_replicate > 1:
         yield "hsdp"
-    if at.data_parallel > 1 and not sharded:
+    if layout.data_parallel > 1 and not sharded:
         yield "ddp"
 
 
-def _list_missing_options(engine: Engine, name: str, train: TrainSpec, at: Layout, has_gpu: bool) -> Iterator[str]:
-    if at.precision in EIGHT_BITS and at.precision not in engine.eight_bits:
-        yield f"{name} does not support {at.precision}"
-    if at.checkpointing not in engine.checkpointing:
-        yield f"{name} does not support {at.checkpointing} checkpointing"
-    if at.offload not in ("none", *engine.offloads):
-        yield f"{name} does not support offloading ({at.offload})"
-    if at.offload != "none" and not has_gpu:
+def _list_missing_options(engine: Engine, name: str, train: TrainSpec, layout: Layout, has_gpu: bool) -> Iterator[str]:
+    if layout.precision in EIGHT_BITS and layout.precision not in engine.eight_bits:
+        yield f"{name} does not support {layout.precision}"
+    if layout.checkpointing not in engine.checkpointing:
+        yield f"{name} does not support {layout.checkpointing} checkpointing"
+    if layout.offload not in ("none", *engine.offloads):
+        yield f"{name} does not support offloading ({layout.offload})"
+    if layout.offload != "none" and not has_gpu:
         yield "offloading needs a GPU: without one, everything is in host memory already"
-    if at.offload == "all" and not (engine.as_run(at).sharding == "zero3" and at.dp_shard > 1):
+    if layout.offload == "all" and not (engine.as_run(layout).sharding == "zero3" and layout.dp_shard > 1):
         yield "offload of the weights needs them sharded (FSDP or ZeRO-3)"
     if train.method not in engine.methods:
         yield f"{engine.name} does not support {train.method}; it trains {' and '.join(sorted(engine.methods))}"
     if train.method == "qlora" and not has_gpu:
         yield "QLoRA needs a GPU: the time that a CPU takes to unpack 4-bit weights cannot be forecast"
-    if train.method == "qlora" and (at.tp > 1 or at.cp > 1):  # pipeline stages have whole layers
+    if train.method == "qlora" and (layout.tp > 1 or layout.cp > 1):  # pipeline stages have whole layers
         yield "QLoRA's 4-bit blocks do not split over TP or CP"
 
 
@@ -205,7 +205,7 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
         return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
     if at.offload == "none":
         return None
-    if (gpu := gpu_named(job.rates.device)) and gpu.unified:
+    if (gpu := find_gpu(job.rates.device)) and gpu.unified:
         return f"offloading frees nothing: {gpu.name} and its host share one memory"
     if usable is None:
         return "offloading needs host memory, and the memory of the nodes is unknown"
@@ -257,12 +257,12 @@ class Candidate:
 
         TP and EP should stay within an NVLink domain, and PP comes first (megatron/core/transformer/moe/README.md).
         """
-        at = self.layout
+        layout = self.layout
         kinds = (
-            ("TP", at.tp > 1), ("PP", at.pp > 1), ("CP", at.cp > 1), ("EP", at.ep > 1),
-            ("EP between NVLink domains", at.ep > links.domain_size),
-            ("HSDP", at.dp_shard > 1 and at.dp_replicate > 1 and at.sharding == "zero3"),
-            ("offloading", at.offload != "none"), (f"over {TIGHT_SHARE:.0%} of the memory", self.tight),
+            ("TP", layout.tp > 1), ("PP", layout.pp > 1), ("CP", layout.cp > 1), ("EP", layout.ep > 1),
+            ("EP between NVLink domains", layout.ep > links.domain_size),
+            ("HSDP", layout.dp_shard > 1 and layout.dp_replicate > 1 and layout.sharding == "zero3"),
+            ("offloading", layout.offload != "none"), (f"over {TIGHT_SHARE:.0%} of the memory", self.tight),
         )  # fmt: skip
         return tuple(name for name, there in kinds if there)
 
@@ -322,7 +322,7 @@ def _list_powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
 
-def _list_shardings(job: Job, dp: int, in_node: int, named: object) -> Iterator[tuple[Sharding, int, int, bool]]:
+def _list_shardings(job: Job, dp: int, in_node: int, requested: object) -> Iterator[tuple[Sharding, int, int, bool]]:
     """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward); groups of the `named` size if it is given."""
     can = job.engine.can
     if dp == 1:
@@ -338,41 +338,41 @@ def _list_shardings(job: Job, dp: int, in_node: int, named: object) -> Iterator[
     if "zero3" in can:
         yield from (("zero3", dp, 1, reshard) for reshard in reshards)
     if "hsdp" in can:
-        group = named if isinstance(named, int) and named > 1 else max(2, in_node)
+        group = requested if isinstance(requested, int) and requested > 1 else max(2, in_node)
         while group < dp:
             if dp % group == 0:
-                for reshard in reshards if group in (in_node, named) else (True,):
+                for reshard in reshards if group in (in_node, requested) else (True,):
                     yield "zero3", group, dp // group, reshard
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
-def _list_virtuals(job: Job, split: Layout, named: object) -> Iterator[int]:
+def _list_virtuals(job: Job, split: Layout, requested: object) -> Iterator[int]:
     yield 1
     if split.pp == 1 or split.gradient_accumulation % split.pp:
         return
     for v in range(16, 1, -1):
         # Embedding and head count as one layer each, so the first and last chunk may have one layer less.
-        if split.pp * v <= most_chunks(job) and (-job.model.layers % (split.pp * v) <= 2 or v == named):
+        if split.pp * v <= most_chunks(job) and (-job.model.layers % (split.pp * v) <= 2 or v == requested):
             yield v
 
 
 def _list_context_degrees(job: Job, ranks: int) -> list[int]:
     """Return context-parallel degrees that leave each rank enough of a sequence."""
     length = job.train.sequence_length
-    most = min(max(8, length // 4096), length // _LEAST_TOKENS)
-    return [cp for cp in _list_powers(min(ranks, max(1, most))) if ranks % cp == 0]
+    largest = min(max(8, length // 4096), length // _LEAST_TOKENS)
+    return [cp for cp in _list_powers(min(ranks, max(1, largest))) if ranks % cp == 0]
 
 
-def _list_degrees(job: Job, world: int, found: Found) -> Iterator[tuple[int, int, int, int]]:
+def _list_degrees(job: Job, world: int, result: Found) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, pp, cp, ep) that the rules allow; each rejected degree is recorded once."""
-    seen: set[str] = set()
+    refused: set[str] = set()
 
-    def refuse(what: str, layout: Layout) -> bool:
+    def refuse(degrees: str, layout: Layout) -> bool:
         if (broken := next(list_broken_by_degrees(job, layout), None)) is None:
             return False
-        if what not in seen:
-            seen.add(what)
-            found.rejected.append(Rejected(what=what, rule=broken[0], reason=broken[1]))
+        if degrees not in refused:
+            refused.add(degrees)
+            result.rejected.append(Rejected(what=degrees, rule=broken[0], reason=broken[1]))
         return True
 
     model, per_node = job.model, job.links.ranks_per_node
@@ -407,19 +407,19 @@ def usual_options(job: Job, tp: int, precision: Precision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def search(planned: Planned, named: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
+def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
     """Forecast every allowed layout among those with the field values in `named`; other fields are chosen as usual.
 
     By default these are the values in the job's settings. If `surely` is False, layouts are included whose memory only
     may fit.
     """
     job, capacity = planned.job, planned.capacity
-    named = planned.requested if named is None else named
+    fixed = planned.requested if fixed is None else fixed
     if not surely:  # try the options that save most memory first
-        named = {"checkpointing": job.engine.checkpointing[-1], **named}
+        fixed = {"checkpointing": job.engine.checkpointing[-1], **fixed}
     budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
-    run = _Search(planned=planned, job=job, named=named, budget=budget)
-    options: dict[str, Any] = {name: named[name] for name in ("checkpointing", "compile") if name in named}
+    run = _Search(planned=planned, job=job, named=fixed, budget=budget)
+    options: dict[str, Any] = {name: fixed[name] for name in ("checkpointing", "compile") if name in fixed}
     alone = Layout(world_size=1, precision=planned.precision, **options)
     if broken := next(list_broken_by_degrees(job, alone), None):  # due to model, precision or one of these options
         run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
@@ -530,20 +530,20 @@ class _Search:
             self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
             return None
         self.found.tried += 1
-        picked = fitting(self.job, base, self.budget, named=self.named, after=self.fitted)
+        picked = fitting(self.job, base, self.budget, fixed=self.named, after=self.fitted)
         if isinstance(picked, float):
             self.over[key] = min(self.over.get(key, picked), picked)
             return None
-        made = self.planned.candidate(*picked)
-        if made.layout.virtual_stages == 1:
-            self.fitted = made.layout
-        slot = key, made.tight, made.over, made.layout.offload != "none"
-        self.fastest[slot] = min(made.seconds, self.fastest.get(slot, made.seconds))
-        held = self.best.get(slot)
-        is_equal = made.seconds <= TIE * self.fastest[slot]
-        if held is None or made.seconds < held.seconds / TIE or (is_equal and made.risk < held.risk):
-            self.best[slot] = made
-        return made.seconds
+        candidate = self.planned.candidate(*picked)
+        if candidate.layout.virtual_stages == 1:
+            self.fitted = candidate.layout
+        slot = key, candidate.tight, candidate.over, candidate.layout.offload != "none"
+        self.fastest[slot] = min(candidate.seconds, self.fastest.get(slot, candidate.seconds))
+        best = self.best.get(slot)
+        is_equal = candidate.seconds <= TIE * self.fastest[slot]
+        if best is None or candidate.seconds < best.seconds / TIE or (is_equal and candidate.risk < best.risk):
+            self.best[slot] = candidate
+        return candidate.seconds
 
     def record_rejections(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
@@ -580,18 +580,18 @@ def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     candidates = [each for each in candidates if not each.over] or candidates
     first = min(candidates, key=lambda c: c.seconds)
     near = [c for c in candidates if math.log(c.seconds / first.seconds) <= difference_sigma(job, c, first)]
-    least = min(len(c.list_complications(job.links)) for c in near)
-    simple = [c for c in near if len(c.list_complications(job.links)) == least]
+    fewest = min(len(c.list_complications(job.links)) for c in near)
+    simple = [c for c in near if len(c.list_complications(job.links)) == fewest]
     fastest = min(c.seconds for c in simple)
     return min((c for c in simple if c.seconds <= TIE * fastest), key=lambda c: c.risk)
 
 
-def difference_sigma(job: Job, one: Candidate, other: Candidate) -> float:
+def difference_sigma(job: Job, first: Candidate, other: Candidate) -> float:
     """Return the standard deviation of the error in log(seconds of one / seconds of the other)."""
-    if degrees_of(one.layout) == degrees_of(other.layout):
+    if degrees_of(first.layout) == degrees_of(other.layout):
         return widths().pair_same
     assumed = job.links.network is not None and job.links.network.how == "assumed"
-    shares = [c.parts.communication / c.parts.total for c in (one, other)]
+    shares = [c.parts.communication / c.parts.total for c in (first, other)]
     return math.hypot(widths().pair, SIGMAS["link_assumed"] * abs(shares[0] - shares[1]) if assumed else 0.0)
 
 
@@ -599,32 +599,32 @@ _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 def fitting(
-    job: Job, base: Layout, budget: float | None, *, named: Mapping[str, object], after: Layout | None = None,
+    job: Job, base: Layout, budget: float | None, *, fixed: Mapping[str, object], after: Layout | None = None,
 ) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
     """Return the lightest checkpointing that fits, else offloading, else the bytes missing for full checkpointing.
 
     `after`: what fitted for a layout with no more data; choices lighter than its choice are skipped.
     """
-    least = float("inf")
-    for layout in _list_lighter(job, base, named, after):
+    smallest = float("inf")
+    for layout in _list_lighter(job, base, fixed, after):
         memory = memory_of(job, layout)
         if budget is None or memory.total <= budget:
             return layout, memory
-        if layout.offload == named.get("offload", "none"):
-            least = min(least, memory.total - budget)
-    return least
+        if layout.offload == fixed.get("offload", "none"):
+            smallest = min(smallest, memory.total - budget)
+    return smallest
 
 
-def _list_lighter(job: Job, base: Layout, named: Mapping[str, object], after: Layout | None) -> Iterator[Layout]:
+def _list_lighter(job: Job, base: Layout, fixed: Mapping[str, object], after: Layout | None) -> Iterator[Layout]:
     """Yield a layout with more and more checkpointing, then with offloading, which is slow."""
-    offloaded = named.get("offload", "none") != "none" or (after is not None and after.offload != "none")
+    offloaded = fixed.get("offload", "none") != "none" or (after is not None and after.offload != "none")
     for choice in () if offloaded else _CHOICES[_CHOICES.index(after.checkpointing) if after else 0 :]:
-        if choice in job.engine.checkpointing and named.get("checkpointing", choice) == choice:
+        if choice in job.engine.checkpointing and fixed.get("checkpointing", choice) == choice:
             yield base if choice == "none" else replace(base, checkpointing=choice)
-    recompute: Any = named.get("checkpointing", "full")
+    recompute: Any = fixed.get("checkpointing", "full")
     if recompute != "full" and not offloaded:
         return
-    for where in job.engine.offloads:
-        layout = replace(base, checkpointing=recompute, offload=where)
-        if named.get("offload", where) == where and first_broken(job, layout) is None:
+    for target in job.engine.offloads:
+        layout = replace(base, checkpointing=recompute, offload=target)
+        if fixed.get("offload", target) == target and first_broken(job, layout) is None:
             yield layout

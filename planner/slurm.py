@@ -35,13 +35,13 @@ class ScriptError(ValueError):
     """The script cannot be generated or wrapped; the message names the option or line, and the reason."""
 
 
-def check_word(what: str, value: str) -> None:
+def check_word(option: str, value: str) -> None:
     """Raise ScriptError for a value that would end or split an #SBATCH line."""
     if re.search(r"[\s\"'#\\]|[^\x20-\x7e]", value):
-        raise ScriptError(_text("word", what=what, value=value[:80]))
+        raise ScriptError(_text("word", what=option, value=value[:80]))
 
 
-def seconds_of_limit(text: str) -> int | None:
+def parse_limit(text: str) -> int | None:
     """Return the seconds of a time limit in a format of sbatch(1), --time, matched by `_TIME`; None: no limit."""
     if text == "UNLIMITED":
         return None
@@ -58,17 +58,17 @@ def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
     notice, faster = _text("notice", seconds=signal_seconds), _text("faster")
     if signal_seconds > MOST_SIGNAL_SECONDS:
         raise ScriptError(_text("signal_too_early", notice=notice, most=MOST_SIGNAL_SECONDS, faster=faster))
-    limit = seconds_of_limit(time_limit) if time_limit else None
+    limit = parse_limit(time_limit) if time_limit else None
     if limit is not None and limit <= signal_seconds + _EARLY_SECONDS:
-        least = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
+        minutes = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
         raise ScriptError(_text(
             "limit_too_short", value=time_limit, limit=limit, notice=notice, early=_EARLY_SECONDS,
-            least=f"{least // 60:02}:{least % 60:02}:00",
+            least=f"{minutes // 60:02}:{minutes % 60:02}:00",
             hint=f". {faster}" if signal_seconds > SAVE_SECONDS + END_SECONDS else "",
         ))  # fmt: skip
 
 
-def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mapping[str, str], save_seconds: int,
+def render_script(*, name: str, output: Path, time_limit: str | None, options: Mapping[str, str], save_seconds: int,
                  **values: Any) -> str:  # fmt: skip
     """Return the complete script for sbatch. Raises ScriptError.
 
@@ -77,7 +77,7 @@ def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mappi
     """
     if time_limit is not None and not _TIME.fullmatch(time_limit):
         raise ScriptError(_text("time_limit", value=time_limit))
-    for key, value in more.items():
+    for key, value in options.items():
         if not _KEY.fullmatch(key) or key in _OPTION_OF_TEMPLATE:
             raise ScriptError(_text("own_option" if key in _OPTION_OF_TEMPLATE else "no_option", option=key))
         check_word(f"--sbatch {key}", value)
@@ -86,7 +86,7 @@ def batch_script(*, name: str, output: Path, time_limit: str | None, more: Mappi
     signal_seconds = save_seconds + END_SECONDS
     _check_signal(time_limit, signal_seconds)
     return render(
-        "job.sbatch", name=name, output=output, time_limit=time_limit, more=more, save_seconds=save_seconds,
+        "job.sbatch", name=name, output=output, time_limit=time_limit, more=options, save_seconds=save_seconds,
         resumable=RESUMABLE, signal_seconds=signal_seconds, early_seconds=_EARLY_SECONDS, **values,
     )  # fmt: skip
 
@@ -104,39 +104,39 @@ def check_options(text: str) -> list[str]:
         raise ScriptError(_text("no_shebang"))
     if not re.match(r"#!\s*(/\S*/(env\s+)?)?(ba|da|k|z)?sh\b", lines[0]):
         raise ScriptError(_text("no_shell", line=lines[0][:60]))
-    late: list[str] = []
+    problems: list[str] = []
     is_over = False
     for number, line in enumerate(lines, 1):
         if wrong := re.search(r"[\0-\x08\x0b-\x1f]", line):
             raise ScriptError(_text("dos" if wrong[0] == "\r" else "character", number=number, found=wrong[0]))
         if re.match(r"[ \t]*#SBATCH\b", line) and (is_over or line[0] != "#"):
-            late.append(_text("late" if is_over else "blanks", number=number))
+            problems.append(_text("late" if is_over else "blanks", number=number))
         elif line.startswith("#SBATCH"):
             _check_option(number, line.removeprefix("#SBATCH"))
         if re.match(r"#SBATCH\b|\s*[^\s#]", line) and re.search(r"\s--export[= ](?!\S*\bALL\b)", line):
-            late.append(_text("export", number=number))
+            problems.append(_text("export", number=number))
         is_over = is_over or not _COMMENT.fullmatch(line)
-    return late
+    return problems
 
 
-def size_of(text: str) -> tuple[int | None, int | None]:
+def parse_size(text: str) -> tuple[int | None, int | None]:
     """Return the nodes (the minimum of a range) and the GPUs of each in a script's options; None without an option."""
     options = r"-N\s*|--nodes[= ]\s*", r"--(?:gres[= ]gpu:|gpus-per-node[= ])(?:[A-Za-z][\w.-]*:)?"
-    found = (re.findall(rf"^#SBATCH\s(?:[^\n#]*\s)?(?:{each})(\d{{1,6}})\b", text, re.MULTILINE) for each in options)
-    nodes, gpus = (int(each[-1]) or None if each else None for each in found)
+    matches = (re.findall(rf"^#SBATCH\s(?:[^\n#]*\s)?(?:{each})(\d{{1,6}})\b", text, re.MULTILINE) for each in options)
+    nodes, gpus = (int(each[-1]) or None if each else None for each in matches)
     return nodes, gpus
 
 
-def _check_option(number: int, rest: str) -> None:
+def _check_option(number: int, option: str) -> None:
     """Raise ScriptError for an #SBATCH line without an option."""
-    if len(rest) > MOST_OPTION_CHARACTERS:
-        raise ScriptError(_text("too_long", number=number, rest=rest[:60], most=MOST_OPTION_CHARACTERS))
+    if len(option) > MOST_OPTION_CHARACTERS:
+        raise ScriptError(_text("too_long", number=number, rest=option[:60], most=MOST_OPTION_CHARACTERS))
     try:
-        words = shlex.split(rest, comments=True)
+        tokens = shlex.split(option, comments=True)
     except ValueError as error:
-        raise ScriptError(_text("quotes", number=number, rest=rest[:60], error=str(error).lower())) from None
-    if words and not words[0].startswith("-"):
-        raise ScriptError(_text("not_an_option", number=number, rest=rest[:60], word=words[0][:40]))
+        raise ScriptError(_text("quotes", number=number, rest=option[:60], error=str(error).lower())) from None
+    if tokens and not tokens[0].startswith("-"):
+        raise ScriptError(_text("not_an_option", number=number, rest=option[:60], word=tokens[0][:40]))
 
 
 def wrap_script(

@@ -119,10 +119,10 @@ class Snapshot:
     taken_at_seconds: float  # Unix time
     outcomes: dict[str, Outcome]
 
-    def facts(self, wanted: type[F]) -> F | None:
+    def facts(self, kind: type[F]) -> F | None:
         """Return the facts of this type; None if their probe is absent or failed."""
         for outcome in self.outcomes.values():
-            if isinstance(outcome, Ok) and isinstance(outcome.facts, wanted):
+            if isinstance(outcome, Ok) and isinstance(outcome.facts, kind):
                 return outcome.facts
         return None
 
@@ -153,20 +153,20 @@ in braces. Only findings of status INFO have no remedy.
 """
 
 
-def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Finding]], **more: Any) -> Probe[F]:
+def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Finding]], **members: Any) -> Probe[F]:
     """Create the probe of a source. Its codes and metric families come from the tables in the module's folder.
 
     A probe that exports no samples has no `metrics.toml`. `fact` in a row of it: see `sample_facts`.
     """
     codes = list_codes(read_table(module, "findings.toml"))
-    rows = read_table(module, "metrics.toml") if "samples" in more else {}
+    rows = read_table(module, "metrics.toml") if "samples" in members else {}
     metrics = tuple(
         Metric(name=name, help=row["help"], labels=tuple(row.get("labels", ())), kind=row.get("kind", "gauge"))
         for name, row in rows.items()
     )
     return Probe(
         name=source.name, facts=source.facts, timeout_seconds=source.timeout_seconds,
-        check=check, codes=codes, metrics=metrics, **more,
+        check=check, codes=codes, metrics=metrics, **members,
     )  # fmt: skip
 
 
@@ -181,16 +181,16 @@ def finding(
 ) -> Finding:  # fmt: skip
     """Create a finding from a row of the table; `status` and `evidence` override those of the row."""
     row = texts[key]
-    seen = row.get("evidence", ())
-    message, remedy, *own = (
+    templates = row.get("evidence", ())
+    message, remedy, *formatted = (
         text.format(subject=subject, **values)
-        for text in (row["message"], row.get("remedy", ""), *([seen] if isinstance(seen, str) else seen))
+        for text in (row["message"], row.get("remedy", ""), *([templates] if isinstance(templates, str) else templates))
     )
     return Finding(
         code=key.partition(" ")[0],
         status=status or Status(row["status"]),
         subject=subject,
         message=message,
-        evidence=evidence or tuple(own),
+        evidence=evidence or tuple(formatted),
         remedy=remedy,
     )

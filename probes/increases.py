@@ -54,8 +54,8 @@ def _check_xids(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
         return
     new = tuple((Counter(now) - Counter(earlier)).elements())
     for cause in XID_CAUSES:
-        if what := name_xids(new, cause):
-            yield gpu_finding(f"gpu.xid.new {cause}", after, what=what, seconds=seconds)
+        if listed := name_xids(new, cause):
+            yield gpu_finding(f"gpu.xid.new {cause}", after, what=listed, seconds=seconds)
 
 
 def _check_counters(before: Gpu, after: Gpu, seconds: float) -> Iterator[Finding]:
@@ -113,12 +113,12 @@ def compare_scans(before: Snapshot, after: Snapshot) -> tuple[Finding, ...]:
     seconds = after.taken_at_seconds - before.taken_at_seconds
     if before.hostname != after.hostname or not seconds > 0:
         return ()
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if (old := before.facts(RdmaFacts)) and (new := after.facts(RdmaFacts)):
-        found += find_rdma_increases(old, new, seconds)
+        findings += find_rdma_increases(old, new, seconds)
     if (old_gpus := before.facts(GpuFacts)) and (new_gpus := after.facts(GpuFacts)):
-        found += find_gpu_increases(old_gpus, new_gpus, seconds)
-    return tuple(found)
+        findings += find_gpu_increases(old_gpus, new_gpus, seconds)
+    return tuple(findings)
 
 
 def find_risen(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
@@ -126,13 +126,13 @@ def find_risen(past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
 
     A slow increase only shows over a long interval; a counter that was reset only shows an increase over a short one.
     """
-    found: dict[tuple[str, str, str], Finding] = {}
+    findings: dict[tuple[str, str, str], Finding] = {}
     for before in sorted(past, key=lambda snapshot: snapshot.taken_at_seconds):
         for risen in compare_scans(before, now):
             # the message without its numbers, which depend on the length of the interval
             trouble = re.sub(r"\d+(\.\d+)?", "", risen.message)
-            found.setdefault((risen.code, risen.subject, trouble), risen)
-    return tuple(found.values())
+            findings.setdefault((risen.code, risen.subject, trouble), risen)
+    return tuple(findings.values())
 
 
 class EarlierScans:

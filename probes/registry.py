@@ -37,8 +37,8 @@ def check_facts(snapshot: Snapshot, probe: Probe[Any], facts: Any) -> tuple[Find
 
     Part of sysfs may be hidden (in a container, or under another root). Probes that query a device are more reliable.
     """
-    found = (_reconcile(snapshot, finding) for finding in probe.check(facts))
-    return tuple(finding for finding in found if finding is not None)
+    findings = (_reconcile(snapshot, finding) for finding in probe.check(facts))
+    return tuple(finding for finding in findings if finding is not None)
 
 
 def _reconcile(snapshot: Snapshot, finding: Finding) -> Finding | None:
@@ -58,8 +58,8 @@ def _reconcile(snapshot: Snapshot, finding: Finding) -> Finding | None:
     unplaced = [device.name for device in rdma.devices if device.bus_id is None and device.kind not in ("rxe", "siw")]
     if not unplaced:
         return finding
-    why = f"Whether this NIC has an RDMA device is unknown: sysfs does not place {', '.join(unplaced[:4])}."
-    return replace(finding, status=Status.UNKNOWN, message=why, remedy="Scan on the host, with all of /sys.")
+    message = f"Whether this NIC has an RDMA device is unknown: sysfs does not place {', '.join(unplaced[:4])}."
+    return replace(finding, status=Status.UNKNOWN, message=message, remedy="Scan on the host, with all of /sys.")
 
 
 def report_failures(snapshot: Snapshot) -> tuple[Finding, ...]:

@@ -260,18 +260,18 @@ class Scanner:
                     _merge(answers.setdefault(method, {}), answered)
             return outcome
         except (WorkerError, OutcomeError) as caught:
-            words = self._describe_failure(probe.name, caught, worker.driver_call() if worker else "")
+            error_text = self._describe_failure(probe.name, caught, worker.driver_call() if worker else "")
             self._drop_worker(probe.name)
-            return Failed(error=words, seconds=time.perf_counter() - start)
+            return Failed(error=error_text, seconds=time.perf_counter() - start)
 
     def _describe_failure(self, probe: str, error: Exception, call: str) -> str:
         """Return a failed probe's error. If a driver call hung or crashed, the next attempt is delayed."""
         if isinstance(error, EndedError) or not (call or isinstance(error, HangError)):
             return str(error)
         in_call = f" in {call}" if call else ""
-        words = f"{error}{in_call}; the next attempt is made after {self._retry_seconds / 60:.0f} minutes"
-        self._resting[probe] = words, time.monotonic() + self._retry_seconds
-        return words
+        message = f"{error}{in_call}; the next attempt is made after {self._retry_seconds / 60:.0f} minutes"
+        self._resting[probe] = message, time.monotonic() + self._retry_seconds
+        return message
 
     def _start_worker(self) -> Worker:
         if self._start_error is not None:
@@ -342,10 +342,10 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
 
     Raises RecordingError, which names the file and the error.
     """
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     folder = "/" if path.is_absolute() else str(Path.cwd())  # so that messages show the path as given
-    own = _OWN_FILE.fullmatch(str(path))
-    name = f"/proc/{os.getpid()}/fd/{own[1] or 0}" if own else str(path)
+    descriptor = _OWN_FILE.fullmatch(str(path))
+    name = f"/proc/{os.getpid()}/fd/{descriptor[1] or 0}" if descriptor else str(path)
     request = {"recording": name, "folder": folder, "probes": [probe.name for probe in probes]}
     is_ended = (stop or threading.Event()).is_set
     with _replaying:
@@ -358,10 +358,10 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
             worker.is_ended = is_ended
             worker.request(**request)
             while "outcomes" in (answer := worker.answer(REPLAY_SECONDS)):
-                found.append(from_json(answer, probes))
+                snapshots.append(from_json(answer, probes))
             _replayers[os.getpid()] = worker
         except EndedError:
-            return tuple(found)
+            return tuple(snapshots)
         except WorkerError as error:
             raise RecordingError(f"{path}: {error}") from None
         finally:
@@ -369,4 +369,4 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
                 worker.kill()
     if "error" in answer:
         raise RecordingError(answer["error"].replace(name, str(path)))
-    return tuple(found)
+    return tuple(snapshots)

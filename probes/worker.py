@@ -33,8 +33,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 def reader(name: str) -> Callable[[Host], Any]:
     """Return the function that reads the facts of a probe: `read` of the module `read` in its folder."""
-    found: Callable[[Host], Any] = import_module(f"probes.{name}.read").read
-    return found
+    read_function: Callable[[Host], Any] = import_module(f"probes.{name}.read").read
+    return read_function
 
 
 def run(read: Callable[[Host], Any], host: Host) -> Outcome:

@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from contracts.tables import read_texts
-from hardware.gpus import NVIDIA, gpu_named, model_of
+from hardware.gpus import NVIDIA, find_gpu, find_model
 from probes.api import Snapshot, Source
 from probes.gpu import facts as gpu_facts
 from probes.gpu.facts import Gpu, GpuFacts
@@ -66,21 +66,21 @@ def _build_gpus(facts: GpuFacts | None, tree: PciTree, warnings: list[str]) -> t
     if facts is not None and (facts.gpus or not facts.driver_error):
         return tuple(_build_gpu(gpu, tree) for gpu in facts.gpus)
     on_bus = (d for d in tree.devices.values() if d.vendor_id == NVIDIA and d.class_code >> 8 in _GPU_CLASSES)
-    seen = sorted(on_bus, key=lambda device: device.bus_id)
-    if seen:
-        why = f" ({facts.driver_error})" if facts is not None else ""
-        warnings.append(_text("pci_alone", why=why, gpus=len(seen)))
+    listed = sorted(on_bus, key=lambda device: device.bus_id)
+    if listed:
+        reason = f" ({facts.driver_error})" if facts is not None else ""
+        warnings.append(_text("pci_alone", why=reason, gpus=len(listed)))
     return tuple(
         GpuNode(
             name=f"GPU{index}",
             index=index,
             bus_id=device.bus_id,
-            model=model_of(NVIDIA, device.device_id)[0],
-            compute_capability=model_of(NVIDIA, device.device_id)[1],
+            model=find_model(NVIDIA, device.device_id)[0],
+            compute_capability=find_model(NVIDIA, device.device_id)[1],
             numa_node=device.numa_node,
             **tree.links_of(device.bus_id),
         )
-        for index, device in enumerate(seen)
+        for index, device in enumerate(listed)
     )
 
 
@@ -118,17 +118,17 @@ def _build_pairs(
     warnings: list[str],
 ) -> tuple[Pair, ...]:
     links = NvLinks(facts)
-    made = []
+    pairs = []
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
     for a, b in combinations(devices, 2):
         if isinstance(a, GpuNode) and isinstance(b, GpuNode):
-            made.append(_build_gpu_pair(a, b, links, tree, cpu))
+            pairs.append(_build_gpu_pair(a, b, links, tree, cpu))
         else:
             label = tree.label(a.bus_id, b.bus_id) or UNKNOWN
             evidence = "sysfs" if label != UNKNOWN else "not in the PCIe tree"
-            made.append(pcie_pair(a, b, label, tree, cpu, evidence=evidence))
+            pairs.append(pcie_pair(a, b, label, tree, cpu, evidence=evidence))
     warnings.extend(links.warnings)
-    return tuple(made)
+    return tuple(pairs)
 
 
 def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Pair:
@@ -148,8 +148,8 @@ def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: 
 
 def _has_no_nvlink(model: str | None) -> bool:
     """Whether GPUs of this model have no NVLink, so that PCIe shows their path even if NVML does not answer."""
-    known = gpu_named(model)
-    return known is not None and not known.links
+    gpu = find_gpu(model)
+    return gpu is not None and not gpu.links
 
 
 def _build_cpu(host: HostinfoFacts | None) -> Cpu | None:
@@ -168,10 +168,10 @@ _NEVER = ("loopback", "docker", "bridge")
 
 def nics_of(rdma: RdmaFacts | None, interfaces: InterfacesFacts | None, tree: PciTree) -> tuple[NicNode, ...]:
     """Return RDMA devices in reach, including EFA; without any, Ethernet interfaces that NCCL's sockets could use."""
-    found = interfaces.interfaces if interfaces else ()
+    links = interfaces.interfaces if interfaces else ()
     if rdma and rdma.devices:
-        return tuple(_build_rdma_nic(device, found, tree) for device in rdma.in_reach)
-    plain = [interface for interface in found if interface.role not in _NEVER and interface.master is None]
+        return tuple(_build_rdma_nic(device, links, tree) for device in rdma.in_reach)
+    plain = [interface for interface in links if interface.role not in _NEVER and interface.master is None]
     on_pci = [interface for interface in plain if interface.bus_id]
     fallback = [interface for interface in plain if interfaces and interface.name == interfaces.default_route]
     return tuple(_build_ethernet_nic(interface, tree) for interface in on_pci or fallback)
@@ -179,7 +179,7 @@ def nics_of(rdma: RdmaFacts | None, interfaces: InterfacesFacts | None, tree: Pc
 
 def _build_rdma_nic(device: RdmaDevice, interfaces: tuple[Interface, ...], tree: PciTree) -> NicNode:
     active = [port for port in device.ports if port.state == "ACTIVE"]
-    known = bool(device.ports) and all(port.state is not None for port in device.ports)
+    is_known = bool(device.ports) and all(port.state is not None for port in device.ports)
     netdev = next((port.netdev for port in device.ports if port.netdev), None)
     # A Soft-RoCE or bond device has no PCI function of its own; its place is that of its network interface.
     lower = next((interface for interface in interfaces if netdev and interface.name == netdev), None)
@@ -195,7 +195,7 @@ def _build_rdma_nic(device: RdmaDevice, interfaces: tuple[Interface, ...], tree:
         numa_node=numa,
         rate_bytes_per_second=sum(rate for rate in rates if rate) if rates and None not in rates else None,
         link_layer=layers.pop() if len(layers) == 1 else None,
-        active=bool(active) if known else None,
+        active=bool(active) if is_known else None,
         ports=len(device.ports) or None,
         **tree.links_of(bus_id),
     )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from contracts.finding import Finding, Status, by_loss
+from contracts.finding import Finding, Status, rate_loss
 from contracts.tables import read_table, read_texts
 from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
@@ -35,13 +35,13 @@ def check(
     `gpus_on_bus`: number of GPUs on the PCI bus of the host (`probes.pci.probe.count_bare_metal_gpus`); None in a
     container or VM, or if not read. `in_container`: devices of the host may be hidden.
     """
-    found = (
+    findings = (
         _check_nvlink_missing(node), _check_nvlink_asymmetric(node), _check_nvlink_board(node),
         _check_gpu_nic(node, farthest_gdr(gdr_level)), _check_undecidable(node), _check_virtual(node),
         _check_gdr_refused(node), _check_rails(node), _check_nic_pcie(node), _check_gpu_pcie(node),
         _check_reference(node, gpus_on_bus, in_container),
     )  # fmt: skip
-    return tuple(chain.from_iterable(found))
+    return tuple(chain.from_iterable(findings))
 
 
 def farthest_gdr(level: str | None) -> PathClass | None:
@@ -72,10 +72,10 @@ def _count_switch_links(node: NodeTopology) -> int:
     """Return the NVLinks per GPU if the counts are only possible with an NVSwitch, else 0."""
     linked = [pair for pair in node.gpu_pairs() if pair.nvlinks]
     ends = max((gpu.count_nvlinks("nvswitch") for gpu in node.gpus), default=0)
-    most = max((ends, *(pair.nvlinks for pair in linked)))  # a pair has the lower count
+    largest = max((ends, *(pair.nvlinks for pair in linked)))  # a pair has the lower count
     if not ends and len({name for pair in linked for name in (pair.a, pair.b)}) == 2 * len(linked):
         return 0  # bridges connect pairs of PCIe cards; a card without a bridge is normal
-    return most if ends or (most * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
+    return largest if ends or (largest * (len(node.gpus) - 1) > most_links() and len(node.gpus) > 2) else 0
 
 
 def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
@@ -84,9 +84,9 @@ def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     if not any(pair.nvlinks for pair in pairs) or not (_count_switch_links(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
-        mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
-        if mine and not any(pair.nvlinks for pair in mine):
-            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _format_pairs(mine[:3]))
+        of_gpu = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
+        if of_gpu and not any(pair.nvlinks for pair in of_gpu):
+            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _format_pairs(of_gpu[:3]))
 
 
 def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
@@ -95,25 +95,25 @@ def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
         yield from _check_bridges([pair for pair in pairs if pair.nvlinks])
         return
     for gpu in node.gpus:
-        mine = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
-        linked = [pair for pair in mine if pair.nvlinks]
-        whole = max((pair.nvlinks + pair.nvlinks_unread for pair in linked), default=0)
-        if linked and max(gpu.count_nvlinks("nvswitch"), whole) < full:
-            most = max(pair.nvlinks for pair in linked)
+        of_gpu = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
+        linked = [pair for pair in of_gpu if pair.nvlinks]
+        count = max((pair.nvlinks + pair.nvlinks_unread for pair in linked), default=0)
+        if linked and max(gpu.count_nvlinks("nvswitch"), count) < full:
+            highest = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
-            seen = (*_format_pairs(mine[:2]), *warnings[:2])
-            status = by_loss(1.0 - most / full)
-            yield finding(TEXTS, "topology.nvlink.asymmetric", status, gpu.name, seen, most=most, full=full)
+            evidence = (*_format_pairs(of_gpu[:2]), *warnings[:2])
+            status = rate_loss(1.0 - highest / full)
+            yield finding(TEXTS, "topology.nvlink.asymmetric", status, gpu.name, evidence, most=highest, full=full)
 
 
 def _check_bridges(linked: list[Pair]) -> Iterator[Finding]:
     """Report bridged pairs of PCIe cards of which one has fewer links than the others."""
-    most = max((pair.nvlinks for pair in linked), default=0)
+    highest = max((pair.nvlinks for pair in linked), default=0)
     if len({name for pair in linked for name in (pair.a, pair.b)}) < 2 * len(linked):
         return  # a mesh, where link counts differ by design
-    for pair in (pair for pair in linked if pair.nvlinks < most):
-        seen = _format_pairs((pair, *(other for other in linked if other.label != pair.label)))
-        yield finding(TEXTS, "topology.nvlink.asymmetric bridges", None, pair.a, seen, pair=pair, most=most)
+    for pair in (pair for pair in linked if pair.nvlinks < highest):
+        evidence = _format_pairs((pair, *(other for other in linked if other.label != pair.label)))
+        yield finding(TEXTS, "topology.nvlink.asymmetric bridges", None, pair.a, evidence, pair=pair, most=highest)
 
 
 def _check_nvlink_board(node: NodeTopology) -> Iterator[Finding]:
@@ -127,13 +127,13 @@ def _check_nvlink_board(node: NodeTopology) -> Iterator[Finding]:
     of_board = len(node.gpus) >= 8 and not all(is_card(gpu.model) for gpu in node.gpus)
     own_nic = of_board and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
     if sxm or (row and row.links_per_pair and row.all_to_all):
-        status, what = Status.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is built with NVLink"
+        status, reason = Status.FAIL, f"{sxm[0] if sxm else row.called if row else ''} is built with NVLink"
     elif own_nic and node.nearest_nic:
-        status, what = Status.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
+        status, reason = Status.WARN, f"{len(node.gpus)} GPUs with a NIC behind the same switch each are HGX-class"
     else:
         return
-    words = {"labels": ", ".join(sorted(labels)), "what": what}
-    yield finding(TEXTS, "topology.nvlink.down_hgx", status, "", _format_pairs(pairs[:2]), **words)
+    fields = {"labels": ", ".join(sorted(labels)), "what": reason}
+    yield finding(TEXTS, "topology.nvlink.down_hgx", status, "", _format_pairs(pairs[:2]), **fields)
 
 
 def _list_rdma_nics(node: NodeTopology, near: NearestNic) -> list[NicNode]:
@@ -152,30 +152,30 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in decided:
         if near.why:
-            seen = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
+            evidence = tuple(f"{nic.name}: no active port" for nic in node.nics if nic.active is False)[:4]
             # of NICs at equal distance, slower ones are probably for storage
             rates = {nic.name: nic.rate_bytes_per_second or 0.0 for nic in node.nics if nic.name in near.nics}
             nics = ", ".join(name for name, rate in rates.items() if rate in (0, max(rates.values())))
-            yield finding(TEXTS, "topology.gpu_nic.down", None, near.gpu, seen, nics=nics, near=near)
+            yield finding(TEXTS, "topology.gpu_nic.down", None, near.gpu, evidence, nics=nics, near=near)
         if near.why or not _list_rdma_nics(node, near):
             continue
         if near.gpu in lone:
             yield _report_no_nic(node, near, len(lone))
         elif not near.local:
             relay, sibling = _find_relay(node, near), _find_near_sibling(node, near)
-            where = f"nearer than SYS, though {sibling} of its NUMA node has one" if sibling else "on its own NUMA node"
+            place = f"nearer than SYS, though {sibling} of its NUMA node has one" if sibling else "on its own NUMA node"
             yield finding(
                 TEXTS, "topology.gpu_nic.far" + " relayed" * bool(relay),
                 _judge_by_design(node, near) or (Status.WARN if relay or direct & set(near.nics) else Status.FAIL),
-                near.gpu, (*_cite_pairs(node, near), *relay), where=where,
-                nics=some(near.nics, most=4), near=near, closed=_text("no_pxn") * node.nvlink_known + hidden,
+                near.gpu, (*_cite_pairs(node, near), *relay), where=place,
+                nics=some(near.nics, limit=4), near=near, closed=_text("no_pxn") * node.nvlink_known + hidden,
             )  # fmt: skip
         elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
             designed, relay = _judge_by_design(node, near), _find_relay(node, near) if _shares_nics(node) else ()
             yield finding(
                 TEXTS, "topology.gdr.path" + (" designed" if designed else " relayed" if relay else ""),
                 designed or (Status.INFO if relay else Status.WARN if direct & set(near.nics) else Status.FAIL),
-                near.gpu, (*_cite_pairs(node, near), *relay), nics=some(near.nics, most=4), near=near,
+                near.gpu, (*_cite_pairs(node, near), *relay), nics=some(near.nics, limit=4), near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
                 phb=_text("node_is_phb") * (near.label == "NODE") + hidden,
             )  # fmt: skip
@@ -204,9 +204,9 @@ def _find_without_nic(node: NodeTopology) -> set[str]:
 
 def _report_no_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
     rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
-    seen = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_cite_pairs(node, near))
+    evidence = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_cite_pairs(node, near))
     nics, others = ", ".join(near.nics[:4]), len(node.nearest_nic) - missing
-    return finding(TEXTS, "topology.nic.missing", None, near.gpu, seen, nics=nics, others=others, near=near)
+    return finding(TEXTS, "topology.nic.missing", None, near.gpu, evidence, nics=nics, others=others, near=near)
 
 
 def _find_near_sibling(node: NodeTopology, near: NearestNic) -> str:
@@ -222,9 +222,9 @@ def _find_relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
     Specification: NCCL src/graph/paths.cc, ncclTopoComputePaths: the intermediate GPU has a direct NVLink to this one,
     and its path to the NIC is at most PXB (P2C if the NIC is attached to a CPU with C2C).
     """
-    known = Pairs(node.pairs)
+    pairs = Pairs(node.pairs)
     for other in node.nearest_nic:
-        joined = known.get(near.gpu, other.gpu)
+        joined = pairs.get(near.gpu, other.gpu)
         near_enough = other.path is not None and other.path <= PathClass.P2C
         if joined and joined.nvlinks and near_enough and _list_rdma_nics(node, other):
             return f"{near.gpu} to {other.gpu}: {joined.label}", f"{other.gpu} to {other.nics[0]}: {other.label}"
@@ -232,8 +232,8 @@ def _find_relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
 
 
 def _cite_pairs(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
-    known = Pairs(node.pairs)
-    pairs = [known.get(near.gpu, nic) for nic in near.nics[:2]]
+    labels = Pairs(node.pairs)
+    pairs = [labels.get(near.gpu, nic) for nic in near.nics[:2]]
     return tuple(f"{pair.a} to {pair.b}: {pair.label} ({pair.evidence})" for pair in pairs if pair)
 
 
@@ -241,22 +241,22 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
-        gpus, why = ", ".join(near.gpu for near in undecided), undecided[0].why
-        code = "topology.gpu_nic.undecidable" + (" cut" if node.lacking else " grace" * (why == _text("coherent")))
-        yield finding(TEXTS, code, None, gpus, _cite_pairs(node, undecided[0]), why=why)
+        gpus, reason = ", ".join(near.gpu for near in undecided), undecided[0].why
+        code = "topology.gpu_nic.undecidable" + (" cut" if node.lacking else " grace" * (reason == _text("coherent")))
+        yield finding(TEXTS, code, None, gpus, _cite_pairs(node, undecided[0]), why=reason)
 
 
 def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
     if node.virtual and len(node.gpus) > 1:
         # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
         is_not = "may not be" if ", or " in node.virtual else "is not"
-        seen = (f"product: {node.product}",) if node.product else ()
+        evidence = (f"product: {node.product}",) if node.product else ()
         sku, efa = node.sku or "", any(nic.kind == "efa" for nic in node.nics)
         case = " files" if node.topology_files and not efa else " efa" if efa or sku.startswith("AWS") else ""
         case = case or " azure" * sku.startswith("Azure")
         files = " or ".join(node.topology_files[:3])
-        words = {"is_not": is_not, "virtual": node.virtual, "files": files}
-        yield finding(TEXTS, f"topology.virtual{case}", None, "", seen, **words)
+        fields = {"is_not": is_not, "virtual": node.virtual, "files": files}
+        yield finding(TEXTS, f"topology.virtual{case}", None, "", evidence, **fields)
 
 
 def _check_rails(node: NodeTopology) -> Iterator[Finding]:
@@ -276,9 +276,9 @@ def _check_rails(node: NodeTopology) -> Iterator[Finding]:
     # More NICs than most GPUs have cost nothing; fewer NICs slow every ring down to their rate.
     usual = min(loads, key=lambda load: (-loads[load], load), default=0.0)
     if lost := 1.0 - usual / max(loads, default=1.0) if loads else 0.0:
-        rails = "; ".join(f"rail {one.rail}: {', '.join(one.nics)} for {', '.join(one.gpus)}" for one in node.rails)
+        rails = "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails)
         rails = some(slow) or rails + _describe_fewer_nics(node)
-        yield finding(TEXTS, "topology.rail.uneven" + " slow" * bool(slow), by_loss(lost), "", rails=rails)
+        yield finding(TEXTS, "topology.rail.uneven" + " slow" * bool(slow), rate_loss(lost), "", rails=rails)
 
 
 def _describe_fewer_nics(node: NodeTopology) -> str:
@@ -303,13 +303,13 @@ def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
             trained_down = carried < slot
             if soldered and not trained_down:
                 continue
-            what = f"link, {nic.pcie_link}," if trained_down else "slot"
+            subject = f"link, {nic.pcie_link}," if trained_down else "slot"
             case = " trained_down" if trained_down and rate <= slot * RAW_OVER_PLAN else ""
-            status = by_loss(1.0 - carried * RAW_OVER_PLAN / rate)
+            status = rate_loss(1.0 - carried * RAW_OVER_PLAN / rate)
             if not trained_down and rate <= carried * RAW_OVER_PLAN * (nic.ports or 1):
                 case, status = " ports", Status.INFO  # the card is made for one port at its full rate
             yield finding(
-                TEXTS, f"topology.nic.pcie_bound{case}", status, nic.name, what=what, rate=gigabytes(rate),
+                TEXTS, f"topology.nic.pcie_bound{case}", status, nic.name, what=subject, rate=gigabytes(rate),
                 carried=gigabytes(carried * RAW_OVER_PLAN), slot=gigabytes(slot),
             )  # fmt: skip
 
@@ -326,9 +326,9 @@ def _check_gpu_pcie(node: NodeTopology) -> Iterator[Finding]:
             continue
         alike = [other for other in node.gpus if other.model == gpu.model and other.pcie_bytes_per_second]
         best = max(alike, key=lambda other: other.pcie_bytes_per_second or 0.0)
-        bridge, most = gpu.bridge_lanes or ("", 0)
-        if lanes < most:
-            share, than = lanes / most, f"{most} of the bridge above, {bridge}"
+        bridge, width = gpu.bridge_lanes or ("", 0)
+        if lanes < width:
+            share, than = lanes / width, f"{width} of the bridge above, {bridge}"
         elif best.pcie_bytes_per_second and slot < best.pcie_bytes_per_second:
             share = slot / best.pcie_bytes_per_second
             than = f"{best.name}'s {best.pcie_link}"
@@ -338,17 +338,17 @@ def _check_gpu_pcie(node: NodeTopology) -> Iterator[Finding]:
         rate = max((nic.rate_bytes_per_second or 0.0 for nic in nics), default=0.0)
         by_nvlink = any(link.count for link in gpu.nvlinks)  # only traffic to a NIC or the host uses this link
         lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
-        words = {"than": than, "slot": gigabytes(slot), "share": share}
-        yield finding(TEXTS, "topology.gpu.pcie_bound", by_loss(lost), gpu.name, (), gpu=gpu, **words)
+        fields = {"than": than, "slot": gigabytes(slot), "share": share}
+        yield finding(TEXTS, "topology.gpu.pcie_bound", rate_loss(lost), gpu.name, (), gpu=gpu, **fields)
 
 
 def _check_gdr_refused(node: NodeTopology) -> Iterator[Finding]:
     """Report NICs and GPUs without GPUDirect RDMA support in NCCL's XML: NCCL will not use it for them."""
     rdma = [nic for nic in node.nics if nic.kind in _RDMA]
-    named = [gpu.model or "" for gpu in node.gpus]
-    by_design = bool(named) and all(is_of("without GPUDirect RDMA", name) for name in named)
+    models = [gpu.model or "" for gpu in node.gpus]
+    by_design = bool(models) and all(is_of("without GPUDirect RDMA", name) for name in models)
     # EFA next to other cards: normal on g5 and g6, possible on other machines.
-    unsure = bool(named) and all(is_of("card", name) for name in named) and all(nic.kind == "efa" for nic in rdma)
+    unsure = bool(models) and all(is_of("card", name) for name in models) and all(nic.kind == "efa" for nic in rdma)
     status = Status.INFO if by_design else Status.WARN if unsure else Status.FAIL
     for kind, devices in (("GPU", node.gpus if rdma else ()), ("NIC", rdma)):
         refused = [device for device in devices if device.gdr_refused]
@@ -390,8 +390,8 @@ def _find_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[str, st
         farthest = row.gpu_nic_farthest or row.gpu_nic
         shared = [each for each in node.nearest_nic if _shares_nics(node) and each.local and not each.why]
         relayed = {each.gpu for each in shared if _find_relay(node, each)}
-        known = [each for each in node.nearest_nic if each.decidable or not each.why]
-        decided = [each for each in known if each.gpu not in lost | relayed]
+        judged = [each for each in node.nearest_nic if each.decidable or not each.why]
+        decided = [each for each in judged if each.gpu not in lost | relayed]
         far = [near.gpu for near in decided if rank(near.label.partition("/")[0]) > rank(farthest)]  # "PHB/NODE" in XML
         if far:
             yield "far NIC", _text("far_nic", gpus=", ".join(far), farthest=farthest, machine=row.called)
@@ -408,8 +408,8 @@ def _find_nvlink_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[
         have = f"{len(without)} of {len(pairs)} GPU pairs have no NVLink"
         yield "no NVLink", f"{have}. On {row.called} all pairs have NV{fewest}"
     if fewer := [pair for pair in pairs if 0 < pair.nvlinks < fewest - pair.nvlinks_unread]:
-        what = f"GPU pairs have fewer NVLinks than the NV{fewest} of {row.called}"
-        yield "fewer NVLinks", f"{what}: {some([f'{one.a}-{one.b} {one.label}' for one in fewer], most=4)}"
+        text = f"GPU pairs have fewer NVLinks than the NV{fewest} of {row.called}"
+        yield "fewer NVLinks", f"{text}: {some([f'{pair.a}-{pair.b} {pair.label}' for pair in fewer], limit=4)}"
 
 
 def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
@@ -422,13 +422,13 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
     if row is None:
         return
     lost = bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
-    whole = min(row.links_per_pair, default=0)
-    fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=whole)
+    full = min(row.links_per_pair, default=0)
+    fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=full)
     left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics or 1)
-    seen = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",)
-    for what, departure in _find_departures(node, row):
-        few_nics = what == "devices" and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
-        share = left if few_nics else fewest / whole if what == "fewer NVLinks" else 1.0
+    evidence = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",)
+    for kind, departure in _find_departures(node, row):
+        few_nics = kind == "devices" and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
+        share = left if few_nics else fewest / full if kind == "fewer NVLinks" else 1.0
         key = "topology.nic.missing reference" if few_nics else "topology.reference.mismatch"
-        status = Status.FAIL if lost and what == "GPUs" else by_loss(1.0 - share)
-        yield finding(TEXTS, key, status, "", seen, departure=departure)
+        status = Status.FAIL if lost and kind == "GPUs" else rate_loss(1.0 - share)
+        yield finding(TEXTS, key, status, "", evidence, departure=departure)

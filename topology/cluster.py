@@ -18,19 +18,19 @@ _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma")
 def join(nodes: tuple[NodeTopology, ...] | list[NodeTopology]) -> ClusterTopology:
     """Join nodes into a cluster with expectations for each node. A single node has no inter-node transport."""
     planned: dict[tuple[int, ...], NodeTopology] = {}  # by the parts that the copies of one node share
-    made = []
+    joined = []
     for node in nodes:
         parts = (node.gpus, node.pairs, node.nics, node.nearest_nic, node.islands, node.rails, node.nvlink_known)
         key = tuple(map(id, parts))
         if key not in planned:
             planned[key] = with_expectations(node)
-        made.append(replace(node, expectations=planned[key].expectations))
+        joined.append(replace(node, expectations=planned[key].expectations))
     if len(nodes) < 2:
-        return ClusterTopology(nodes=tuple(made))
+        return ClusterTopology(nodes=tuple(joined))
     different = list(planned.values())
     transport = _choose_transport(different)
     rate = _find_rate_between(different, transport)
-    return ClusterTopology(nodes=tuple(made), inter_node_bytes_per_second=rate, inter_node_transport=transport)
+    return ClusterTopology(nodes=tuple(joined), inter_node_bytes_per_second=rate, inter_node_transport=transport)
 
 
 def _choose_transport(models: Sequence[NodeTopology]) -> str | None:
@@ -39,7 +39,7 @@ def _choose_transport(models: Sequence[NodeTopology]) -> str | None:
     if len(domains) == 1 and None not in domains and all(model.gpus for model in models):
         return "nvlink"
     kinds = [{nic.kind for nic in model.nics if nic.active is not False} for model in models]
-    offers = [[transport for kind, transport in _TRANSPORTS if kind in found] for found in kinds]
+    offers = [[transport for kind, transport in _TRANSPORTS if kind in present] for present in kinds]
     common = [kind for kind in offers[0] if all(kind in other for other in offers)]
     if not common and all(offers):
         return "tcp"  # RDMA devices of different kinds; their interfaces support IP
@@ -61,8 +61,8 @@ def _find_rate_between(models: Sequence[NodeTopology], transport: str | None) ->
         return None
     by_nvlink = transport == "nvlink"
     rates = [node_plan(node)[0] if by_nvlink else _compute_node_rate(node, transport) for node in models]
-    known = [rate for rate in rates if rate is not None]
-    return min(known) if len(known) == len(rates) else None
+    given = [rate for rate in rates if rate is not None]
+    return min(given) if len(given) == len(rates) else None
 
 
 def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
@@ -73,5 +73,5 @@ def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
         known_plans = [plan for plan in plans if plan]
         return len(plans) * min(known_plans) if len(known_plans) == len(plans) else None
     rates = [usable_rate(nic, node.gpus) for nic in nics]
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known and len(known) == len(rates) else None
+    given = [rate for rate in rates if rate is not None]
+    return sum(given) if given and len(given) == len(rates) else None

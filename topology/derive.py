@@ -67,20 +67,20 @@ _text = read_texts(__file__, "texts.toml")
 
 def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:
     """Return groups of GPUs connected by NVLink, in matrix order. GPUs without NVLink are in no group."""
-    known, names = Pairs(pairs), [gpu.name for gpu in gpus]
-    found, seen = [], set[str]()
+    pair_of, names = Pairs(pairs), [gpu.name for gpu in gpus]
+    result, visited = [], set[str]()
     for name in names:
-        group, new = set[str](), {name} - seen
+        group, new = set[str](), {name} - visited
         while new:
             group |= new
-            new = {b for a in new for b in names if known.nvlinks(a, b)} - group
-        seen |= group
+            new = {b for a in new for b in names if pair_of.nvlinks(a, b)} - group
+        visited |= group
         if len(group) > 1:
             members = tuple(gpu.name for gpu in gpus if gpu.name in group)
-            counts = [known.nvlinks(a, b) for a, b in combinations(members, 2)]
+            counts = [pair_of.nvlinks(a, b) for a, b in combinations(members, 2)]
             labels = tuple(f"NV{count}" for count in sorted(set(counts)) if count)
-            found.append(Island(gpus=members, all_to_all=all(counts), nvlinks_per_pair=labels))
-    return tuple(found)
+            result.append(Island(gpus=members, all_to_all=all(counts), nvlinks_per_pair=labels))
+    return tuple(result)
 
 
 def mark_through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) -> tuple[Pair, ...]:
@@ -88,12 +88,12 @@ def mark_through_neighbours(gpus: tuple[GpuNode, ...], pairs: tuple[Pair, ...]) 
 
     Specification: NCCL src/graph/paths.cc, ncclTopoSetPaths: at most one intermediate GPU.
     """
-    known, names = Pairs(pairs), [gpu.name for gpu in gpus]
+    links, names = Pairs(pairs), [gpu.name for gpu in gpus]
     return tuple(
         replace(pair, path=PathClass.NVB)
         if not pair.nvlinks
         and {pair.a, pair.b} <= set(names)
-        and any(known.nvlinks(pair.a, via) and known.nvlinks(via, pair.b) for via in names)
+        and any(links.nvlinks(pair.a, via) and links.nvlinks(via, pair.b) for via in names)
         else pair
         for pair in pairs
     )
@@ -105,24 +105,24 @@ def explain_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs:
     A hypervisor that hides the PCIe tree leaves the same label for all pairs without NVLink, such as PHB everywhere, or
     SYS between GPUs of one NUMA node. NODE everywhere is normal for a single physical socket.
     """
-    known = Pairs(pairs)
-    across = [known.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
-    among = [known.label(a.name, b.name) for a, b in combinations(gpus, 2) if not known.nvlinks(a.name, b.name)]
-    seen = {level(label) for label in across + among} - {UNKNOWN}
-    if len(seen) != 1 or len(gpus) < 2:
+    labels = Pairs(pairs)
+    across = [labels.label(gpu.name, nic.name) for gpu in gpus for nic in nics]
+    among = [labels.label(a.name, b.name) for a, b in combinations(gpus, 2) if not labels.nvlinks(a.name, b.name)]
+    levels = {level(label) for label in across + among} - {UNKNOWN}
+    if len(levels) != 1 or len(gpus) < 2:
         return None
-    (label,) = seen
+    (label,) = levels
     affinities = {gpu.numa_affinity for gpu in gpus if gpu.numa_affinity and gpu.numa_affinity != UNKNOWN}
     if label in ("PHB", "PHB/NODE") and len(gpus) > 2:
         span = f"NUMA affinity {', '.join(sorted(affinities))} for all" if affinities else "no NUMA affinity known"
         return _text("all_phb", span=span)
     # NICs closer to each other than SYS prove a tree on another socket than every GPU; without their rows nobody knows.
-    tree_visible = {level(known.label(a.name, b.name)) for a, b in combinations(nics, 2)} - {"SYS"}
+    tree_visible = {level(labels.label(a.name, b.name)) for a, b in combinations(nics, 2)} - {"SYS"}
     if label == "SYS" and len(nics) > 1 and not _is_coherent(gpus) and not tree_visible:
         return "every GPU is SYS from every NIC: a hypervisor or container hides the PCIe tree"
     for a, b in combinations(gpus, 2):
         same = a.numa_affinity == b.numa_affinity and (a.numa_affinity or "").isdigit()
-        if label == "SYS" and same and level(known.label(a.name, b.name)) == "SYS":
+        if label == "SYS" and same and level(labels.label(a.name, b.name)) == "SYS":
             return _text("sys_apart", a=a.name, b=b.name)
     return None
 
@@ -133,25 +133,25 @@ def nearest_nic(
     """Return the NICs with the best label for each GPU, including ties. NICs without an active port are excluded."""
     if not nics:
         return ()
-    known = Pairs(pairs)
-    undecidable = _why_undecidable(gpus, nics, known, virtual)
+    labels = Pairs(pairs)
+    undecidable = _why_undecidable(gpus, nics, labels, virtual)
     return tuple(
-        _nearest(gpu.name, nics, known, undecidable if gpu.usable else f"{gpu.name} does not answer") for gpu in gpus
+        _nearest(gpu.name, nics, labels, undecidable if gpu.usable else f"{gpu.name} does not answer") for gpu in gpus
     )
 
 
-def _why_undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], known: Pairs, virtual: str | None) -> str:
-    seen = {level(known.label(gpu.name, nic.name)) for gpu in gpus if gpu.usable for nic in nics}
-    if len(seen) > 1:
+def _why_undecidable(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], labels: Pairs, virtual: str | None) -> str:
+    levels = {level(labels.label(gpu.name, nic.name)) for gpu in gpus if gpu.usable for nic in nics}
+    if len(levels) > 1:
         return ""
-    (label,) = seen or {UNKNOWN}
+    (label,) = levels or {UNKNOWN}
     if label == UNKNOWN:
         return "no path between GPUs and NICs is known"
     if virtual:
         return virtual
     if len(nics) > 1 and label == "SYS" and _is_coherent(gpus):
         return _text("coherent")
-    between = {level(known.label(a.name, b.name)) for a, b in combinations(nics, 2)}
+    between = {level(labels.label(a.name, b.name)) for a, b in combinations(nics, 2)}
     if label == "SYS" and between and between <= {"SYS", UNKNOWN}:  # else the NICs are on a socket without GPUs
         return "every GPU is SYS from every NIC, so no NIC is nearer than another"
     return ""
@@ -162,19 +162,19 @@ def _is_coherent(gpus: tuple[GpuNode, ...]) -> bool:
     return any((gpu.gpu_numa_id or "").isdigit() for gpu in gpus)
 
 
-def _nearest(gpu: str, nics: tuple[NicNode, ...], known: Pairs, undecidable: str) -> NearestNic:
+def _nearest(gpu: str, nics: tuple[NicNode, ...], pairs: Pairs, undecidable: str) -> NearestNic:
     usable = tuple(nic for nic in nics if nic.active is not False) or nics
-    best = min(rank(known.label(gpu, nic.name)) for nic in usable)
-    tied = tuple(nic.name for nic in usable if rank(known.label(gpu, nic.name)) == best)
-    label = level(known.label(gpu, tied[0]))
-    pair = known.get(gpu, tied[0])
-    down = [nic.name for nic in nics if nic.active is False and rank(known.label(gpu, nic.name)) < best]
-    why = undecidable or (f"{', '.join(down)} would be nearer, but has no active port" if down else "")
-    missing = [nic.name for nic in usable if known.get(gpu, nic.name) is None]
+    best = min(rank(pairs.label(gpu, nic.name)) for nic in usable)
+    tied = tuple(nic.name for nic in usable if rank(pairs.label(gpu, nic.name)) == best)
+    label = level(pairs.label(gpu, tied[0]))
+    pair = pairs.get(gpu, tied[0])
+    down = [nic.name for nic in nics if nic.active is False and rank(pairs.label(gpu, nic.name)) < best]
+    reason = undecidable or (f"{', '.join(down)} would be nearer, but has no active port" if down else "")
+    missing = [nic.name for nic in usable if pairs.get(gpu, nic.name) is None]
     if missing and rank("PIX") < best < FARTHEST:
-        undecidable = why = why or f"{', '.join(missing[:4])} may be nearer: no path is known"
+        undecidable = reason = reason or f"{', '.join(missing[:4])} may be nearer: no path is known"
     if best == FARTHEST:
-        tied, why = (), why or "no path to any NIC is known"
+        tied, reason = (), reason or "no path to any NIC is known"
     return NearestNic(
         gpu=gpu,
         label=label,
@@ -182,7 +182,7 @@ def _nearest(gpu: str, nics: tuple[NicNode, ...], known: Pairs, undecidable: str
         nics=tied,
         local=best < rank("SYS"),
         decidable=not undecidable and best < FARTHEST,
-        why=why,
+        why=reason,
     )
 
 

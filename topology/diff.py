@@ -58,22 +58,22 @@ def traits(
     one is missing, later GPUs have other numbers; and systemd or rdma-core may rename a NIC. `node` is the topology, if
     it is already built.
     """
-    found: dict[tuple[str, str], Trait] = {}
+    result: dict[tuple[str, str], Trait] = {}
     names = {} if like is None else {kind: _map_names(snapshot, like, kind) for kind in _PLACES}
     devices = names.get(GpuFacts, {}) | names.get(RdmaFacts, {})
-    rdma = [facts for one in (snapshot, like) if one and (facts := one.facts(RdmaFacts))]
-    by_place = {one.bus_id: f"{one.name} ({one.bus_id})" for facts in rdma for one in facts.devices}
+    rdma = [facts for host in (snapshot, like) if host and (facts := host.facts(RdmaFacts))]
+    by_place = {device.bus_id: f"{device.name} ({device.bus_id})" for facts in rdma for device in facts.devices}
     of_facts = ((kind, traits_of(facts)) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)))
     links = _links(build(snapshot) if node is None else node)
     for kind, parts in ((Snapshot, _probes(snapshot)), *of_facts, (NodeTopology, links)):
-        known = names.get(kind, {}) if kind is InterfacesFacts else devices  # IPoIB may be named as its RDMA device
+        renamed = names.get(kind, {}) if kind is InterfacesFacts else devices  # IPoIB may be named as its RDMA device
         for trait in parts:
-            named = "".join(known.get(part, part) for part in _NAME.split(trait.subject))
-            subject = by_place.get(trait.subject, named)
+            name = "".join(renamed.get(part, part) for part in _NAME.split(trait.subject))
+            subject = by_place.get(trait.subject, name)
             if kind is NodeTopology:  # a pair is the same in both directions, also if its GPUs are numbered otherwise
                 subject = " to ".join(sorted(subject.split(" to ")))
-            found.setdefault((subject, trait.what), replace(trait, subject=subject))
-    return found
+            result.setdefault((subject, trait.what), replace(trait, subject=subject))
+    return result
 
 
 _NAME = re.compile(r"([\s:])")
@@ -84,15 +84,15 @@ _PLACES: dict[type, Callable[[Any], list[tuple[str | None, str]]]] = {  # (PCI a
 }
 
 
-def _map_names(mine: Snapshot, theirs: Snapshot, kind: type) -> dict[str, str]:
+def _map_names(own: Snapshot, theirs: Snapshot, kind: type) -> dict[str, str]:
     """Map our device names to theirs by PCI address; empty if the addresses of the machines differ."""
-    rows = [_PLACES[kind](facts) for one in (mine, theirs) if (facts := one.facts(kind)) is not None]
+    rows = [_PLACES[kind](facts) for host in (own, theirs) if (facts := host.facts(kind)) is not None]
     here, there = (dict(each) for each in rows) if len(rows) == 2 else ({}, {})
     several = sum(map(len, rows)) > len(here) + len(there)  # devices of one function
     if several or None in here | there or not (here.keys() <= there.keys() or there.keys() <= here.keys()):
         return {}
-    taken = there.values()
-    return {name: there.get(place) or f"{name} at {place}" * (name in taken) or name for place, name in here.items()}
+    used = there.values()
+    return {name: there.get(place) or f"{name} at {place}" * (name in used) or name for place, name in here.items()}
 
 
 _FORMS: dict[str, Callable[[Any], object]] = {
@@ -112,11 +112,11 @@ _FORMS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def _trait(subject: str, what: str, value: object, status: Status, more: float | None = None) -> Iterator[Trait]:
+def _trait(subject: str, fact: str, value: object, status: Status, size: float | None = None) -> Iterator[Trait]:
     """Yield one trait; none if the value is unknown, because unknown is not a difference."""
     if value is not None:
         text = ("yes" if value else "no") if isinstance(value, bool) else str(value)
-        yield Trait(subject=subject, what=what, value=text, status=status, size=more)
+        yield Trait(subject=subject, what=fact, value=text, status=status, size=size)
 
 
 def _read_rows(section: str, facts: object, name: str = "") -> Iterator[Trait]:
@@ -124,9 +124,9 @@ def _read_rows(section: str, facts: object, name: str = "") -> Iterator[Trait]:
     for row in read_table(__file__, "traits.toml")[section]["rows"]:
         fact = getattr(facts, row["fact"])
         if fact is not None:
-            more = (len(fact) if row.get("form") == "count" else fact) if row.get("size") else None
+            size = (len(fact) if row.get("form") == "count" else fact) if row.get("size") else None
             value = _FORMS[row.get("form", "plain")](fact)
-            yield from _trait(row.get("subject", name), row.get("what", ""), value, Status(row["status"]), more)
+            yield from _trait(row.get("subject", name), row.get("what", ""), value, Status(row["status"]), size)
 
 
 def _probes(snapshot: Snapshot) -> Iterator[Trait]:
@@ -155,8 +155,8 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
         # An idle GPU reports "gpu_idle", which does not throttle it.
         reasons = ", ".join(sorted(reason for reason in gpu.throttle_reasons if "idle" not in reason)) or "nothing"
         # severity as in the scan: a power cap at full load is no problem; heat that halves the clocks fails
-        found = (f for rule in RULES for f in rule(gpu) if f.code.startswith(THROTTLING))
-        worst = min((f.status for f in found), key=WORST_FIRST.index, default=INFO)
+        findings = (f for rule in RULES for f in rule(gpu) if f.code.startswith(THROTTLING))
+        worst = min((f.status for f in findings), key=WORST_FIRST.index, default=INFO)
         yield from _trait(name, "throttled by", reasons, worst, float(WORST_FIRST.index(worst)))
 
 
@@ -292,7 +292,7 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
     # Subjects without any trait on the other side: missing devices.
     gone = {subject for subject, _ in a} ^ {subject for subject, _ in b}
     alike = Counter((key[1], a[key].value == b[key].value) for key in a.keys() & b.keys())
-    found = []
+    differences = []
     for key in dict.fromkeys((*a, *b)):
         first, second = a.get(key), b.get(key)
         others = key[1] in IDENTIFIERS and alike[key[1], True] <= alike[key[1], False]
@@ -300,40 +300,40 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
             continue
         if (first is None or second is None) and not _is_relevant(key, gone):
             continue
-        found.append(_make_difference(first, second, same_host=same_host, names=names))
-    return tuple(_fold(sorted(found, key=lambda each: (WORST_FIRST.index(each.status), each.subject, each.what))))
+        differences.append(_make_difference(first, second, same_host=same_host, names=names))
+    return tuple(_fold(sorted(differences, key=lambda each: (WORST_FIRST.index(each.status), each.subject, each.what))))
 
 
 def _is_relevant(key: tuple[str, str], gone: set[str]) -> bool:
     """Whether to report that one side lacks a trait: a missing device is reported once; an unreadable value is not."""
-    subject, what = key
-    return what == "set to" or (subject in gone and what in ("device", "state", "interface"))
+    subject, fact = key
+    return fact == "set to" or (subject in gone and fact in ("device", "state", "interface"))
 
 
 def _make_difference(
     first: Trait | None, second: Trait | None, *, same_host: bool, names: tuple[str, str]
 ) -> Difference:  # fmt: skip
-    known = [one for one in (first, second) if one]
-    trait, status = known[0], min((one.status for one in known), key=WORST_FIRST.index)
+    present = [entry for entry in (first, second) if entry]
+    trait, status = present[0], min((entry.status for entry in present), key=WORST_FIRST.index)
     if same_host and first and second and first.size is not None and second.size is not None:
         status = status if second.size < first.size else Status.INFO
     if same_host and first is None:
         status = Status.INFO if trait.what in ("device", "state", "interface") else status
-    a, b = (one.value if one else None for one in (first, second))
+    a, b = (side.value if side else None for side in (first, second))
     message = _describe_change(trait, a, b, None if same_host else names)
     return Difference(status=status, subject=trait.subject, what=trait.what, message=message, a=a, b=b)
 
 
 def _describe_change(trait: Trait, a: str | None, b: str | None, names: tuple[str, str] | None) -> str:
     """Describe a difference: from a to b on one host, or at two places identified by `names`."""
-    subject, what = trait.subject, trait.what
+    subject, fact = trait.subject, trait.what
     here, there = names or ("", "")
-    if what in ("port", "interface") and a is not None and b is not None:
+    if fact in ("port", "interface") and a is not None and b is not None:
         if names:
             return f"{subject} {b.lower()} {there} ({a.lower()} {here})"
         return f"{subject} {'up again' if b in ('ACTIVE', 'up') else b.lower()} (was {a.lower()})"
-    name = f"{subject} {what}".strip()
-    if what in ("device", "state", "interface") and (a is None or b is None):
+    name = f"{subject} {fact}".strip()
+    if fact in ("device", "state", "interface") and (a is None or b is None):
         if names is None:
             return f"{subject} {'missing' if b is None else 'new'}"
         return f"{subject} missing {there if b is None else here}"
@@ -341,10 +341,10 @@ def _describe_change(trait: Trait, a: str | None, b: str | None, names: tuple[st
     return f"{name} {before} -> {after}" if names is None else f"{name} {before} {here}, {after} {there}"
 
 
-def _fold(found: list[Difference]) -> list[Difference]:
+def _fold(differences: list[Difference]) -> list[Difference]:
     """Merge equal differences of many devices into one line: eight GPUs, one driver."""
     folded: dict[tuple[object, ...], list[Difference]] = defaultdict(list)
-    for difference in found:
+    for difference in differences:
         stem = re.sub(r"\(.*\)|\d", "", difference.subject)  # without the PCI address
         folded[(difference.status, difference.what, difference.a, difference.b, stem)].append(difference)
     result = []
@@ -353,7 +353,7 @@ def _fold(found: list[Difference]) -> list[Difference]:
         if len(group) < 4 or not first.what:
             result += group
             continue
-        subject = some([difference.subject for difference in group], most=3)
+        subject = some([difference.subject for difference in group], limit=3)
         message = first.message.replace(first.subject, f"{subject}:", 1)
         result.append(replace(first, subject=subject, message=message))
     return sorted(result, key=lambda difference: WORST_FIRST.index(difference.status))
@@ -370,20 +370,20 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     listed = list(snapshots)
     if not listed:
         raise ValueError("a fleet needs at least one snapshot, got none")
-    whole = max(listed, key=lambda snapshot: len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0)
-    known = [traits(snapshot, like=whole) for snapshot in listed]
+    fullest = max(listed, key=lambda snapshot: len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0)
+    by_snapshot = [traits(snapshot, like=fullest) for snapshot in listed]
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
-    nodes = list(zip(node_names, known, strict=True))
-    models = [Counter(trait.value for trait in mine.values() if trait.what == "model") for _, mine in nodes]
+    nodes = list(zip(node_names, by_snapshot, strict=True))
+    models = [Counter(trait.value for trait in aliases.values() if trait.what == "model") for _, aliases in nodes]
     kinds = [found.most_common(1)[0][0] if found else None for found in models]
     sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
     families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
     for node, kind in zip(nodes, kinds, strict=True):
         families[kind or largest].append(node)
-    made = [_make_family(kind, members) for kind, members in families.items()]
+    built = [_make_family(kind, members) for kind, members in families.items()]
     return Fleet(
-        total=sum(len(mine) for mine, _ in nodes), families=tuple(sorted(made, key=lambda family: -family.total))
+        total=sum(len(aliases) for aliases, _ in nodes), families=tuple(sorted(built, key=lambda family: -family.total))
     )
 
 
@@ -393,22 +393,22 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     for names, mine in nodes:  # equal nodes of two racks are in two NVLink domains
         for trait in (trait for trait in mine.values() if trait.what == DOMAIN):
             domains[trait.value].update(dict.fromkeys(names))
-    nodes = [(names, {key: trait for key, trait in mine.items() if key[1] != DOMAIN}) for names, mine in nodes]
+    nodes = [(names, {key: trait for key, trait in own.items() if key[1] != DOMAIN}) for names, own in nodes]
     usual = _find_usual([(len(names), mine) for names, mine in nodes])
     groups: dict[tuple[Difference, ...], list[str]] = defaultdict(list)
     for names, mine in nodes:
         groups[compare(usual, mine, same_host=True)] += names
-    made = [FleetGroup(nodes=tuple(names), differences=differences) for differences, names in groups.items()]
+    ordered = [FleetGroup(nodes=tuple(names), differences=differences) for differences, names in groups.items()]
     # Among groups of equal size, the one with the fewest differences is the common configuration.
-    made.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
-    common, *odd = made
+    ordered.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
+    common, *odd = ordered
     odd.sort(key=lambda group: (-len(group.differences), len(group.nodes)))
     odd.sort(key=lambda group: WORST_FIRST.index(next((one.status for one in group.differences), INFO)))
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(_text("no_common", nodes=len(common.nodes), total=total))
     if 1 < len(domains) < total:  # a domain of a single node may be that of its board
-        listed = "; ".join(f"{some(list(names), most=3)} in {domain}" for domain, names in domains.items())
+        listed = "; ".join(f"{some(list(names), limit=3)} in {domain}" for domain, names in domains.items())
         warnings.append(_text("domains", count=len(domains), listed=listed))
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 
@@ -423,8 +423,8 @@ def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
     """Return the most common trait of each key that most nodes have; the input is (number of nodes, traits)."""
     by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     example: dict[tuple[tuple[str, str], str], Trait] = {}
-    for nodes, mine in all_traits:
-        for key, trait in mine.items():
+    for nodes, own in all_traits:
+        for key, trait in own.items():
             by_key[key][trait.value] += nodes
             example[key, trait.value] = trait
     total = sum(nodes for nodes, _ in all_traits)

@@ -126,8 +126,8 @@ class Expected:
 
     def words(self) -> str:
         """Return "332 GB/s (278 to 385)"."""
-        known = self.interval
-        return f"{known.mid / GIGA:.4g} GB/s ({known.low / GIGA:.4g} to {known.high / GIGA:.4g})"
+        rate = self.interval
+        return f"{rate.mid / GIGA:.4g} GB/s ({rate.low / GIGA:.4g} to {rate.high / GIGA:.4g})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +175,10 @@ def expected(
         return Unknown(why="what the GPUs of a host carry among themselves is not known")
     if paths.groups > 1 and (paths.between is None or paths.wire is None or paths.wire.low <= 0):
         return Unknown(why="what joins the hosts is not known")
-    found = _expect_ring(run) if ring or operation != "all_reduce" else _expect_all_reduce(run)
+    result = _expect_ring(run) if ring or operation != "all_reduce" else _expect_all_reduce(run)
     if any(rate is not None and rate.high > _LOOSEST * rate.low for rate in (paths.link, paths.wire)):
-        return Unknown(why="; ".join(paths.words), range=found.interval)
-    return found
+        return Unknown(why="; ".join(paths.words), range=result.interval)
+    return result
 
 
 def _expect_all_reduce(run: _Run) -> Expected:
@@ -198,21 +198,21 @@ def _expect_all_reduce(run: _Run) -> Expected:
         return other
     # NCCL selects an algorithm with its own cost model, whose result is unknown here. Only one fact is certain: latency
     # slows down a ring of hundreds of ranks but not a tree, and the model knows this (src/graph/tuning.cc).
-    found = [plain, other]
+    options = [plain, other]
     if paths.groups > 1 and switch and not paths.nvls:
-        found.append(_expect_tree(run, switch=False))
+        options.append(_expect_tree(run, switch=False))
     unhurried = _expect_ring(_Run(paths, run.op, _ENDLESS, run.ranks, run.factors))
     if paths.groups > 1 and plain.interval.mid < min(_WAITS * unhurried.interval.mid, other.interval.mid):
-        del found[0]
-    usual = [each.interval.mid for each in found]
+        del options[0]
+    usual = [each.interval.mid for each in options]
     return Expected(
         interval=Interval(
-            low=min(each.interval.low for each in found),
+            low=min(each.interval.low for each in options),
             mid=max(usual) if sure else usual[0],
-            high=max(each.interval.high for each in found),
+            high=max(each.interval.high for each in options),
         ),
-        algorithm=" or ".join(each.algorithm for each in found),
-        derivation=tuple(dict.fromkeys(words for each in found for words in each.derivation)),
+        algorithm=" or ".join(each.algorithm for each in options),
+        derivation=tuple(dict.fromkeys(line for each in options for line in each.derivation)),
     )
 
 
@@ -224,11 +224,11 @@ class _RateBound:
     words: str
 
 
-def _bound_by_part(name: str, rate: Interval, least: float, usual: float, most: float) -> _RateBound:
+def _bound_by_part(name: str, rate: Interval, lowest: float, usual: float, highest: float) -> _RateBound:
     """Multiply a link rate by the fractions that healthy machines were measured to reach."""
     return _RateBound(
-        Interval(low=rate.low * least, mid=rate.mid * usual, high=rate.high * most),
-        f"{name}: {_format_rate(rate)} x {least:.2f} to {most:.2f}, usually {usual:.2f}",
+        Interval(low=rate.low * lowest, mid=rate.mid * usual, high=rate.high * highest),
+        f"{name}: {_format_rate(rate)} x {lowest:.2f} to {highest:.2f}, usually {usual:.2f}",
     )
 
 
@@ -252,22 +252,22 @@ def _bound_inside(run: _Run, link: Interval) -> _RateBound:
     if inside in ("NVSwitch", "NVLink"):
         generation = factors.generation(run.paths.capability)
         e = factors.ring(run.op, run.ranks) * generation
-        least, most = factors.ring_margin
-        least = least if generation == 1.0 else min(least, factors.volta_least)
-        return _bound_by_part(inside, link, e * least, e, e * most)
+        lowest, highest = factors.ring_margin
+        lowest = lowest if generation == 1.0 else min(lowest, factors.volta_least)
+        return _bound_by_part(inside, link, e * lowest, e, e * highest)
     if inside in ("PCIe", "shared memory"):
         return _bound_by_part(inside, link, *(factors.pcie if inside == "PCIe" else factors.shared_memory))
-    (least, slow, _), (_, fast, most) = factors.shared_memory, factors.pcie  # unknown which of the two is used
-    return _bound_by_part(str(inside), link, least, math.sqrt(slow * fast), most)
+    (lowest, slow, _), (_, fast, highest) = factors.shared_memory, factors.pcie  # unknown which of the two is used
+    return _bound_by_part(str(inside), link, lowest, math.sqrt(slow * fast), highest)
 
 
 def _bound_between(run: _Run, wire: Interval) -> _RateBound:
     if run.paths.between == "sockets":
         return _bound_sockets(wire, run.factors)
-    least, e, most = run.factors.rdma_host if run.paths.between == "RDMA without GPUDirect" else run.factors.rdma
+    lowest, e, highest = run.factors.rdma_host if run.paths.between == "RDMA without GPUDirect" else run.factors.rdma
     if run.op != "all_reduce":  # out of place, each rank also copies its own part
-        least /= 1 + run.factors.own_copy / (run.ranks - 1)
-    return _bound_by_part(str(run.paths.between), wire, least, e, most)
+        lowest /= 1 + run.factors.own_copy / (run.ranks - 1)
+    return _bound_by_part(str(run.paths.between), wire, lowest, e, highest)
 
 
 def _bound_sockets(wire: Interval, factors: Factors) -> _RateBound:
@@ -276,10 +276,10 @@ def _bound_sockets(wire: Interval, factors: Factors) -> _RateBound:
     def carried(line: float, share: float, streams: float) -> float:
         return 1 / (1 / (share * line) + 1 / streams)
 
-    least, usual, most = factors.sockets
+    lowest, usual, highest = factors.sockets
     return _RateBound(
-        Interval(low=carried(wire.low, *least), mid=carried(wire.mid, *usual), high=wire.high * most),
-        f"sockets: {_format_rate(wire)} of wire, streams carry {least[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
+        Interval(low=carried(wire.low, *lowest), mid=carried(wire.mid, *usual), high=wire.high * highest),
+        f"sockets: {_format_rate(wire)} of wire, streams carry {lowest[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
     )
 
 
@@ -289,8 +289,8 @@ def _bound_nvls(run: _Run) -> _RateBound:
     if (run.paths.capability or (0, 0)) >= (10, 0):
         large = run.size_bytes >= _LARGE_NVLS
         three = run.factors.nvls_blackwell_large if large else run.factors.nvls_blackwell
-    least, usual, most = (each * share for each in three)
-    return _bound_by_part("NVLS", run.paths.link or span(0.0), least, usual, most)
+    lowest, usual, highest = (each * share for each in three)
+    return _bound_by_part("NVLS", run.paths.link or span(0.0), lowest, usual, highest)
 
 
 def _expect_tree(run: _Run, *, switch: bool) -> Expected:
@@ -305,28 +305,28 @@ def _expect_tree(run: _Run, *, switch: bool) -> Expected:
         bounds.append(_bound_inside(run, link))
     wire = _bound_between(run, paths.wire or span(0.0))
     once = 2 * (run.ranks - 1) / run.ranks if paths.groups == 2 else 1.0
-    words = f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S"
-    bounds.append(_RateBound(wire.rate.scaled(once), words))
+    text = f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S"
+    bounds.append(_RateBound(wire.rate.scaled(once), text))
     # up and down the tree over the groups, and along the ranks of one group
     depth, along = 2 * math.ceil(math.log2(paths.groups)), 2 * (run.per_group - 1)
-    late, soon = (
-        factors.start_seconds[at] + depth * factors.step_seconds_between[at] + along * factors.step_seconds[at]
-        for at in (0, 1)
+    slow, soon = (
+        factors.start_seconds[index] + depth * factors.step_seconds_between[index] + along * factors.step_seconds[index]
+        for index in (0, 1)
     )
-    return _add_latency(run, bounds, "NVLS tree" if switch else "tree", (late, soon))
+    return _add_latency(run, bounds, "NVLS tree" if switch else "tree", (slow, soon))
 
 
 def _add_latency(run: _Run, bounds: list[_RateBound], algorithm: str, latency: tuple[float, float]) -> Expected:
     """Combine the lowest rate limit with the latency (slow, typical), in seconds, of the start and all steps."""
     moved = run.size_bytes * _PASSES[run.op] * (run.ranks - 1) / run.ranks
-    (late, soon), rates = latency, [bound.rate for bound in bounds]
+    (slow, soon), rates = latency, [bound.rate for bound in bounds]
 
     def reached(rate: float, seconds: float) -> float:
         return moved / (moved / rate + seconds) if rate > 0 and moved else 0.0
 
     usual = min(rate.mid for rate in rates)
-    low, high = reached(min(rate.low for rate in rates), late), min(rate.high for rate in rates)
-    made = Expected(interval=Interval(low=low, mid=reached(usual, soon), high=high), algorithm=algorithm)
-    waits = f"latency {soon * 1e6:.0f} to {late * 1e6:.0f} us of {moved / usual * 1e6:.0f} us"
-    words = (*run.paths.words, *(bound.words for bound in bounds), waits, f"by {algorithm}: {made.words()}")
-    return replace(made, derivation=(*words, run.factors.source))
+    low, high = reached(min(rate.low for rate in rates), slow), min(rate.high for rate in rates)
+    result = Expected(interval=Interval(low=low, mid=reached(usual, soon), high=high), algorithm=algorithm)
+    waits = f"latency {soon * 1e6:.0f} to {slow * 1e6:.0f} us of {moved / usual * 1e6:.0f} us"
+    derivation = (*run.paths.words, *(bound.words for bound in bounds), waits, f"by {algorithm}: {result.words()}")
+    return replace(result, derivation=(*derivation, run.factors.source))

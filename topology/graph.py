@@ -316,8 +316,8 @@ def cpu_bytes_per_second(
     vendor: str | None, family: int | None, model: int | None, arch: str | None = None
 ) -> float | None:
     """Return the rate between two CPUs (or NUMA nodes) of one host, None if the CPU is unknown."""
-    known = _RATES["cpu_vendor"].get(vendor) or _RATES["cpu_architecture"].get(arch)
+    rate = _RATES["cpu_vendor"].get(vendor) or _RATES["cpu_architecture"].get(arch)
     if vendor == "GenuineIntel":
-        reached = (value for least, value in _RATES["intel_models"] if family == 6 and (model or 0) >= least)
-        known = next(reached, _RATES["intel_before_skylake"])
-    return known * GIGA if known else None
+        reached = (value for model_from, value in _RATES["intel_models"] if family == 6 and (model or 0) >= model_from)
+        rate = next(reached, _RATES["intel_before_skylake"])
+    return rate * GIGA if rate else None

@@ -40,14 +40,14 @@ def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """Count a GPU's active links by end, ((kind, bus id), count), in order of first appearance."""
     ends = ((link.remote_kind, link.remote_bus_id) for link in gpu.nvlinks if link.active)
     unknown = (None, UNREAD)
-    known = (("unknown" if kind in unknown else kind, None if end == UNREAD else end) for kind, end in ends)
-    return tuple(Counter(known).items())
+    targets = (("unknown" if kind in unknown else kind, None if end == UNREAD else end) for kind, end in ends)
+    return tuple(Counter(targets).items())
 
 
 def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
     """Return the pair of two GPUs with `count` NVLinks, plus up to `unread`; the slower generation sets the rate."""
     speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
-    known = [speed for speed in speeds if speed is not None]
+    given = [speed for speed in speeds if speed is not None]
     return Pair(
         a=a.name,
         b=b.name,
@@ -55,7 +55,7 @@ def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0
         path=PathClass.NVL,
         nvlinks=count,
         nvlinks_unread=unread,
-        bytes_per_second=count * min(known) if len(known) == len(speeds) else None,
+        bytes_per_second=count * min(given) if len(given) == len(speeds) else None,
         evidence=evidence,
     )
 
@@ -236,12 +236,12 @@ class PciTree:
             speed = _lower(fastest, device.link_transfers_per_second) if is_network(device.class_code) else fastest
             width = _lower(widest, device.link_width)
         slot, now = pcie_bytes_per_second(fastest, widest), pcie_bytes_per_second(speed, width)
-        words = None
+        text = None
         running, best = pcie_generation(speed), pcie_generation(fastest)
         if running and best and width and widest:
-            words = f"Gen{running}" + f" of Gen{best}" * (running != best)
-            words += f" x{width}" + f" of x{widest}" * (width != widest)
-        return slot, now if now and slot and now < slot else None, words
+            text = f"Gen{running}" + f" of Gen{best}" * (running != best)
+            text += f" x{width}" + f" of x{widest}" * (width != widest)
+        return slot, now if now and slot and now < slot else None, text
 
     def links_of(self, bus_id: str | None) -> dict[str, Any]:
         """Return the fields of a GPU or NIC that describe its own link."""
@@ -254,8 +254,8 @@ class PciTree:
         common = sum(1 for a, b in zip(*above, strict=False) if a == b)
         between = [bus_id for chain in above for bus_id in chain[common:]]
         links = [(running and now) or slot for slot, now, _ in map(self.link, between)]
-        known = self.link(first)[0] is not None and self.link(second)[0] is not None
-        return min((link for link in links if link is not None), default=None) if known else None
+        is_known = self.link(first)[0] is not None and self.link(second)[0] is not None
+        return min((link for link in links if link is not None), default=None) if is_known else None
 
 
 def _lower(*values: T | None) -> T | None:
@@ -284,10 +284,10 @@ def pcie_pair(
     """Return the pair of two devices without NVLink, with NCCL's planned rate and the current rate of its links."""
     path = path_class(label, c2c=isinstance(a, GpuNode) and bool(a.c2c) and isinstance(b, NicNode))
     gpu_to_gpu = isinstance(a, GpuNode) and isinstance(b, GpuNode)
-    known = label != UNKNOWN and a.bus_id and b.bus_id
+    is_known = label != UNKNOWN and a.bus_id and b.bus_id
     planned, now = (
         _plan_pcie(tree.path_bytes_per_second(a.bus_id or "", b.bus_id or "", running=running), label, cpu, gpu_to_gpu)
-        if known
+        if is_known
         else None
         for running in (False, True)
     )

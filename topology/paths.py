@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 from contracts.finding import Interval
 from contracts.tables import read_texts
-from hardware.gpus import gpu_named, link_named, most_links, refuses_peers
+from hardware.gpus import find_gpu, link_named, most_links, refuses_peers
 from hardware.units import GIGA
 from topology.derive import reference_of
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
@@ -57,10 +57,10 @@ def _plan_island(node: NodeTopology, island: Island) -> Plan:
     if None in per_link or len(per_link) != 1:
         return None, ("no plan: the compute capability of the GPUs, and so the speed of one NVLink, is not known",)
     (link,) = per_link
-    known = Pairs(node.pairs)
-    if not island.all_to_all and not _has_nvlink_ring(island.gpus, known):
+    pairs = Pairs(node.pairs)
+    if not island.all_to_all and not _has_nvlink_ring(island.gpus, pairs):
         return None, ("no plan: no ring of NVLinks passes every GPU of the island once",)
-    counts = {gpu.name: _count_links_into(gpu, island, known) for gpu in members}
+    counts = {gpu.name: _count_links_into(gpu, island, pairs) for gpu in members}
     slowest = min(counts, key=lambda name: counts[name][0])
     links, how = counts[slowest]
     value = links * (link or 0.0)
@@ -72,9 +72,9 @@ def _plan_island(node: NodeTopology, island: Island) -> Plan:
     )
 
 
-def _count_links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, str]:
+def _count_links_into(gpu: GpuNode, island: Island, pairs: Pairs) -> tuple[int, str]:
     """Return the NVLinks of a GPU into its island, and how they are counted: to a switch once, direct ones summed."""
-    peers = [known.get(gpu.name, other) for other in island.gpus if other != gpu.name]
+    peers = [pairs.get(gpu.name, other) for other in island.gpus if other != gpu.name]
     counts = [pair.nvlinks for pair in peers if pair]
     kinds = {link.kind for link in gpu.nvlinks}
     total = sum(link.count for link in gpu.nvlinks)
@@ -90,17 +90,17 @@ def _count_links_into(gpu: GpuNode, island: Island, known: Pairs) -> tuple[int, 
     return sum(counts), "direct links, summed over its peers"
 
 
-def _has_nvlink_ring(gpus: tuple[str, ...], known: Pairs) -> bool:
+def _has_nvlink_ring(gpus: tuple[str, ...], pairs: Pairs) -> bool:
     """Whether there is a ring through all GPUs that uses only NVLink."""
-    if all(known.nvlinks(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]):
+    if all(pairs.nvlinks(a, b) for i, a in enumerate(gpus) for b in gpus[i + 1 :]):
         return True
     if len(gpus) > _LARGEST_RING:
         return False
 
     def walk(path: list[str], left: set[str]) -> bool:
         if not left:
-            return known.nvlinks(path[-1], path[0]) > 0
-        return any(walk([*path, name], left - {name}) for name in sorted(left) if known.nvlinks(path[-1], name))
+            return pairs.nvlinks(path[-1], path[0]) > 0
+        return any(walk([*path, name], left - {name}) for name in sorted(left) if pairs.nvlinks(path[-1], name))
 
     return walk([gpus[0]], set(gpus[1:]))
 
@@ -112,9 +112,9 @@ def node_plan(node: NodeTopology) -> Plan:
         return None, ("no plan: a single GPU sends nothing inside the node",)
     if not node.nvlink_known:
         return None, ("no plan: the source contains no data about NVLink",)
-    whole = next((island for island in node.islands if set(island.gpus) == set(names)), None)
-    if whole:
-        return _plan_island(node, whole)
+    joined_island = next((island for island in node.islands if set(island.gpus) == set(names)), None)
+    if joined_island:
+        return _plan_island(node, joined_island)
     pair = _find_weakest_needed(names, Pairs(node.pairs))
     if pair is None:
         return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
@@ -127,17 +127,17 @@ def node_plan(node: NodeTopology) -> Plan:
     )
 
 
-def _find_weakest_needed(names: tuple[str, ...], known: Pairs) -> Pair | None:
+def _find_weakest_needed(names: tuple[str, ...], pairs: Pairs) -> Pair | None:
     """Return the slowest edge of the maximum spanning tree, which bounds every ring; None if a pair is unknown."""
-    reached, taken = {names[0]}, []
+    reached, edges_used = {names[0]}, []
     while len(reached) < len(names):
-        edges = [known.get(a, b) for a in names if a in reached for b in names if b not in reached]
+        edges = [pairs.get(a, b) for a in names if a in reached for b in names if b not in reached]
         best = max((pair for pair in edges if pair and _get_rate(pair)), key=_get_rate, default=None)
         if best is None:
             return None
         reached |= {best.a, best.b}
-        taken.append(best)
-    return min(taken, key=_get_rate)
+        edges_used.append(best)
+    return min(edges_used, key=_get_rate)
 
 
 def _get_rate(pair: Pair) -> float:
@@ -243,12 +243,12 @@ def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
     switch = weakest.inside == "NVSwitch" and (weakest.capability or (0, 0)) >= (9, 0)
     domains = {each.domain for each in hosts}
     one_domain = len(hosts) > 1 and None not in domains and len(domains) == 1
-    words = tuple(dict.fromkeys(weakest.words))
-    paths = Paths(capability=weakest.capability, nvls=nvls if switch else False, words=words)
+    texts = tuple(dict.fromkeys(weakest.words))
+    paths = Paths(capability=weakest.capability, nvls=nvls if switch else False, words=texts)
     if ranks > len(hosts) or one_domain:
         paths = replace(paths, inside=weakest.inside, link=weakest.link)
     if one_domain:
-        return replace(paths, words=(*words, f"one NVLink domain holds all {len(hosts)} hosts"))
+        return replace(paths, words=(*texts, f"one NVLink domain holds all {len(hosts)} hosts"))
     if len(hosts) == 1:
         return paths
     paths = replace(paths, groups=len(hosts))
@@ -257,7 +257,7 @@ def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
     slowest = min(hosts, key=lambda each: each.wire.low if each.wire else 0.0)
     kinds = {each.between for each in hosts}
     between = next(kind for kind in ("sockets", "RDMA without GPUDirect", "RDMA") if kind in kinds)
-    return replace(paths, between=between, wire=slowest.wire, words=tuple(dict.fromkeys((*words, *slowest.words))))
+    return replace(paths, between=between, wire=slowest.wire, words=tuple(dict.fromkeys((*texts, *slowest.words))))
 
 
 _LARGE_BYTES = 1 << 30  # per rank; large enough to neglect latency
@@ -269,7 +269,7 @@ def with_expectations(node: NodeTopology) -> NodeTopology:
     A node from truncated text gets none, because the bandwidth of the missing pairs is unknown; nor does a node with
     AMD GPUs, because there is no model of RCCL.
     """
-    makers = {gpu.maker for each in node.gpus if (gpu := gpu_named(each.model))}
+    makers = {gpu.maker for each in node.gpus if (gpu := find_gpu(each.model))}
     if node.expectations or node.lacking or makers - {"NVIDIA"}:
         return node
     return replace(node, expectations=_expect_node(node))
@@ -303,41 +303,41 @@ def _make_expectations(
         notes = [_text("small_sizes")] if value is not None else []
         if op == "all_reduce" and notes:
             notes += [_text("nvls")] * (nvls and scope in ("island", "node")) + [_text("two_nodes")] * (scope == "rail")
-        found = expected(paths, op, _LARGE_BYTES * ranks, ranks) if paths else Unknown(why="")
-        known = found.interval if isinstance(found, Expected) else found.range
+        result = expected(paths, op, _LARGE_BYTES * ranks, ranks) if paths else Unknown(why="")
+        interval = result.interval if isinstance(result, Expected) else result.range
         yield Expectation(
             scope=scope,
             op=op,
             busbw_bytes_per_second=value,
             derivation=(*steps, *notes),
             members=members,
-            least_bytes_per_second=known.low if known else None,
-            usual_bytes_per_second=known.mid if known and isinstance(found, Expected) else None,
-            most_bytes_per_second=known.high if known else None,
+            least_bytes_per_second=interval.low if interval else None,
+            usual_bytes_per_second=interval.mid if interval and isinstance(result, Expected) else None,
+            most_bytes_per_second=interval.high if interval else None,
         )
 
 
 def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
     row = reference_of(node) if bar == HEALTHY else None
     names = tuple(gpu.name for gpu in gpus)
-    links, of, words = due.nvlinks, len(node.gpus), "as requested with --expect:"
+    links, of, source = due.nvlinks, len(node.gpus), "as requested with --expect:"
     if links is None and row is not None and row.links_per_pair and row.all_to_all:
-        links, of, words = max(row.links_per_pair), row.gpus, f"{row.called} has"
+        links, of, source = max(row.links_per_pair), row.gpus, f"{row.called} has"
     if links is not None:
         switched = links * (of - 1) > most_links()
         count = links if switched else links * (len(names) - 1)
-        return _nvlink(gpus, count, switched=switched, words=f"{words} NV{links} on every pair")
+        return _nvlink(gpus, count, switched=switched, words=f"{source} NV{links} on every pair")
     if not node.nvlink_known:
         return None, None, ("the source contains no data about NVLink",)
-    known = Pairs(node.pairs)
-    if _has_nvlink_ring(names, known):
-        whole = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
-        counts = [_count_links_into(gpu, whole, known) for gpu in gpus]
+    pairs = Pairs(node.pairs)
+    if _has_nvlink_ring(names, pairs):
+        island = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
+        counts = [_count_links_into(gpu, island, pairs) for gpu in gpus]
         pick = max(counts) if bar == HEALTHY else min(counts)
         switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in pick[1]
         which = "most" if bar == HEALTHY else "fewest"
         return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
-    return _describe_pcie(node, gpus, known, bar)
+    return _describe_pcie(node, gpus, pairs, bar)
 
 
 def _guess_nvlink_rates(count: int) -> tuple[float, float]:
@@ -363,34 +363,34 @@ def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str
     return kind, between(count * low, count * high), (words, assumption)
 
 
-def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], known: Pairs, bar: Bar) -> Carried:
+def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], pairs: Pairs, bar: Bar) -> Carried:
     running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     slots = [gpu.pcie_bytes_per_second for gpu in gpus]
     rates = [rate for rate in (slots if bar == HEALTHY else running) if rate is not None]
-    peers = [known.get(a.name, b.name) for a, b in combinations(gpus, 2)]
+    peers = [pairs.get(a.name, b.name) for a, b in combinations(gpus, 2)]
     labels = sorted({pair.label if pair else UNKNOWN for pair in peers})
-    words = [f"no ring of NVLinks joins these GPUs: {', '.join(labels)}"]
+    texts = [f"no ring of NVLinks joins these GPUs: {', '.join(labels)}"]
     if len(rates) == len(gpus):
         link = span(min(rates))
-        words.append(f"the slowest PCIe link carries {min(rates) / GIGA:.3g} GB/s in NCCL's plan")
+        texts.append(f"the slowest PCIe link carries {min(rates) / GIGA:.3g} GB/s in NCCL's plan")
     else:
-        least, most = pcie_generations(gpus[0].compute_capability)
-        link = between(_X16[least], _X16[most])
-        words.append(f"the speed of their PCIe links is not known: 16 lanes of generation {least} to {most}")
+        oldest, newest = pcie_generations(gpus[0].compute_capability)
+        link = between(_X16[oldest], _X16[newest])
+        texts.append(f"the speed of their PCIe links is not known: 16 lanes of generation {oldest} to {newest}")
     refused = any(pair is not None and pair.peer_access is False for pair in peers)
     if refused or any(refuses_peers(gpu.model or "") for gpu in gpus):
-        return "shared memory", link, (*words, "no peer access over PCIe: data goes through the host's memory")
+        return "shared memory", link, (*texts, "no peer access over PCIe: data goes through the host's memory")
     if peers and all(pair is not None and pair.peer_access for pair in peers) and not node.virtual:
-        return "PCIe", link, tuple(words)
-    return "PCIe or shared memory", link, (*words, "whether peers reach each other directly is not known")
+        return "PCIe", link, tuple(texts)
+    return "PCIe or shared memory", link, (*texts, "whether peers reach each other directly is not known")
 
 
 def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
     """Return the range of PCIe generations of a GPU in its usual slot: that on its data sheet, or one lower."""
     if capability is None:
         return 3, 5
-    own = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
-    return max(3, own - 1), own
+    newest = 3 if capability < (8, 0) else 4 if capability < (9, 0) else 5
+    return max(3, newest - 1), newest
 
 
 def _find_network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
@@ -414,22 +414,22 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     near = {nic for each in nearest if bar == CURRENT or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
     rates = [usable_rate(nic, gpus) if bar == CURRENT else _find_best_rate(nic, offered, gpus) for nic in used]
-    known = [rate for rate in rates if rate is not None]
-    if not known or len(known) < len(rates):
+    given = [rate for rate in rates if rate is not None]
+    if not given or len(given) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
-    words = f"{len(used)} {used[0].kind} devices carry {gigabytes(sum(known))} together"
+    text = f"{len(used)} {used[0].kind} devices carry {gigabytes(sum(given))} together"
     if name == "sockets":
-        return name, between(min(known), sum(known)), (f"{words}; NCCL chooses which of them it takes",)
+        return name, between(min(given), sum(given)), (f"{text}; NCCL chooses which of them it takes",)
     # one GPU with a far NIC sends through another GPU; if most NICs are far, the board was designed so
     far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
-    return (f"{name} without GPUDirect" if far else name), span(sum(known)), (words,)
+    return (f"{name} without GPUDirect" if far else name), span(sum(given)), (text,)
 
 
 def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
     """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
-    found = [
+    reached = [
         rate if _is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
         for other in equals
         if other.kind == nic.kind and (rate := other.rate_bytes_per_second)
     ]
-    return max(found, default=None)
+    return max(reached, default=None)

@@ -27,26 +27,26 @@ _LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()
 def columns(node: NodeTopology) -> dict[str, str]:
     """Return the column label of every device by name, in matrix order; NICs without a label are numbered."""
     labels = {gpu.name: gpu.name for gpu in node.gpus}
-    taken = {nic.label for nic in node.nics}
-    free = (label for label in map("NIC{}".format, count()) if label not in taken)
+    used = {nic.label for nic in node.nics}
+    free = (label for label in map("NIC{}".format, count()) if label not in used)
     return labels | {nic.name: next(free) if nic.label is None else nic.label for nic in node.nics}
 
 
 def render_matrix(node: NodeTopology) -> str:
     """Format the matrix with its legends; ends with a newline."""
-    labels, known = columns(node), Pairs(node.pairs)
+    labels, pairs = columns(node), Pairs(node.pairs)
     affinity = _list_affinity_columns(node)
     lines = ["\t" + "\t".join((*labels.values(), *(title for title, _ in affinity)))]
     for device in node.devices:
-        cells = [f" {SELF} " if other == device.name else known.label(device.name, other) for other in labels]
+        cells = [f" {SELF} " if other == device.name else pairs.label(device.name, other) for other in labels]
         lines.append("\t".join((labels[device.name], *cells)) + _format_affinity(device, affinity))
     lines += ["", "Legend:", ""]
     shows_nvlink = node.nvlink_known or not node.source.endswith("-mp")
     lines += [f"  {label:<4} = {meaning}" for label, meaning in _LEGEND if label != "NV#" or shows_nvlink]
     if UNKNOWN in "".join(lines[1 : len(labels) + 1]) and any(pair.label == UNKNOWN for pair in node.pairs):
         lines.append(f"  {UNKNOWN:<4} = Unknown: no probe could read it")
-    if named := [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]:
-        lines += ["", "NIC Legend:", "", *(f"  {label}: {printable(name)}" for label, name in named)]
+    if legend := [(labels[nic.name], nic.name) for nic in node.nics if labels[nic.name] != nic.name]:
+        lines += ["", "NIC Legend:", "", *(f"  {label}: {printable(name)}" for label, name in legend)]
     return "\n".join(lines) + "\n"
 
 
@@ -62,9 +62,9 @@ def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
 
 def _format_affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
     """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
-    shown = () if isinstance(device, NicNode) else affinity
-    tabs = {title: "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t" for title, _ in shown}
-    return "".join(tabs[title] + (getattr(device, name) or "") for title, name in shown)
+    titles = () if isinstance(device, NicNode) else affinity
+    tabs = {title: "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t" for title, _ in titles}
+    return "".join(tabs[title] + (getattr(device, name) or "") for title, name in titles)
 
 
 # The document -------------------------------------------------------------------------------------------------------

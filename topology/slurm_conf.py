@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from contracts.host_list import compress_host_list, slurm_name
+from contracts.host_list import compress_host_list, name_in_slurm
 from contracts.tables import read_texts
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -32,9 +32,9 @@ def placement_of(snapshot: Snapshot) -> Placement:
     wired = {link.name: link.neighbour.split(" ")[0] for link in (interfaces.interfaces if interfaces else ())
              if link.neighbour}  # fmt: skip
     names = {port.netdev for device in (rdma.devices if rdma else ()) for port in device.ports}
-    cliques = {one.fabric_clique for one in (gpu.gpus if gpu else ()) if one.fabric_clique}
+    cliques = {device.fabric_clique for device in (gpu.gpus if gpu else ()) if device.fabric_clique}
     return Placement(
-        node=slurm_name(snapshot.hostname), clique=min(cliques, default=""),
+        node=name_in_slurm(snapshot.hostname), clique=min(cliques, default=""),
         leaves=frozenset(wired[name] for name in names if name in wired) or frozenset(wired.values()),
     )  # fmt: skip
 
@@ -42,8 +42,8 @@ def placement_of(snapshot: Snapshot) -> Placement:
 def groups_of(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
     """Group nodes by leaf switch. Leaves that share a node (rails of a pod) form one group, named after the first."""
     groups: list[tuple[set[str], set[str]]] = []
-    for one in placements:
-        leaves, nodes = set(one.leaves), {one.node}
+    for placement in placements:
+        leaves, nodes = set(placement.leaves), {placement.node}
         for group in [group for group in groups if group[0] & leaves]:
             groups.remove(group)
             leaves |= group[0]
@@ -60,8 +60,8 @@ def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) 
     """Format the file for the tree plugin, or for the block plugin with one block per NVLink domain."""
     groups: Mapping[str, Sequence[str]] = groups_of(placements)
     if has_blocks:
-        cliques = {one.clique for one in placements if one.clique}
-        groups = {key: [one.node for one in placements if one.clique == key] for key in cliques}
+        cliques = {placement.clique for placement in placements if placement.clique}
+        groups = {key: [placement.node for placement in placements if placement.clique == key] for key in cliques}
     lines = [_text("slurm_blocks" if has_blocks else "slurm_tree", nodes=len(placements))]
     for number, (name, nodes) in enumerate(sorted(groups.items()), 1):
         head = f"BlockName=block{number}" if has_blocks else f"SwitchName={_format_switch_name(name)}"
@@ -71,7 +71,7 @@ def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) 
     elif len(groups) > 1:
         lines.append(f"SwitchName=top Switches={compress_host_list(map(_format_switch_name, groups))}")
     placed = {node for nodes in groups.values() for node in nodes}
-    if unknown := [one.node for one in placements if one.node not in placed]:
+    if unknown := [placement.node for placement in placements if placement.node not in placed]:
         lines.append(f"# Unknown place, add them yourself: {compress_host_list(unknown)} (else no job runs there)")
     return "\n".join(lines) + "\n"
 

@@ -75,13 +75,13 @@ def svg(node: NodeTopology) -> str:
     return _draw(node, _list_devices(node), summary(node), alone=True) + "\n"
 
 
-def picture(node: NodeTopology, *, status: Status | None = None, more: str = "") -> str:
+def picture(node: NodeTopology, *, status: Status | None = None, suffix: str = "") -> str:
     """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
 
     `more` is added to the summary for screen readers.
     """
     devices = _list_devices(node, status)
-    return _draw(node, devices, summary(node) + more) if devices else ""
+    return _draw(node, devices, summary(node) + suffix) if devices else ""
 
 
 def _draw(node: NodeTopology, devices: Sequence[Device], about: str, *, alone: bool = False) -> str:
@@ -138,18 +138,18 @@ def _nic_line(nic: NicNode, speed: str) -> str:
 
 def _guess_numa(nic: NicNode, node: NodeTopology) -> int | None:
     """Guess the NUMA node of a NIC in a text matrix: that of the first GPU with a path shorter than SYS."""
-    known = Pairs(node.pairs)
-    near = (gpu.numa_node for gpu in node.gpus if rank(known.label(gpu.name, nic.name)) < rank("SYS"))
+    pairs = Pairs(node.pairs)
+    near = (gpu.numa_node for gpu in node.gpus if rank(pairs.label(gpu.name, nic.name)) < rank("SYS"))
     return nic.numa_node if nic.numa_node is not None else next(near, None)
 
 
 def _group_blocks(node: NodeTopology, devices: Sequence[Device]) -> list[list[Device]]:
     """Group devices that share a PCIe switch, in matrix order; other devices are alone."""
-    known = Pairs(node.pairs)
+    pairs = Pairs(node.pairs)
     blocks: list[list[Device]] = []
     for device in devices:
-        labels = [{known.label(device.name, other.name) for other in block} for block in blocks]
-        near = [block for block, found in zip(blocks, labels, strict=True) if found & {"PIX", "PXB"}]
+        labels = [{pairs.label(device.name, other.name) for other in block} for block in blocks]
+        near = [block for block, levels in zip(blocks, labels, strict=True) if levels & {"PIX", "PXB"}]
         blocks = [block for block in blocks if block not in near] + [[*chain.from_iterable(near), device]]
     return sorted(blocks, key=lambda block: devices.index(block[0]))
 
@@ -180,8 +180,8 @@ def _place_block(node: NodeTopology, block: Sequence[Device], left: float, spots
             others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # a line shows PCIe, not NVLink
             kind = _kind(min(others, key=rank)) if others and shared else "host"
             places.append({"device": device, "x": x, "end": middle if shared else x, "kind": kind})
-    words = {known.label(a.name, b.name) for a in nics for b in gpus}
-    switch = ("switches" if words == {"PXB"} else "switch") if shared else ""
+    labels = {known.label(a.name, b.name) for a in nics for b in gpus}
+    switch = ("switches" if labels == {"PXB"} else "switch") if shared else ""
     return {"places": places, "middle": middle, "switch": switch}
 
 
@@ -196,28 +196,28 @@ def _place_links(node: NodeTopology, spots: Mapping[str, float]) -> list[Drawn]:
         end, stubs, arcs = y, [], []
         if island.all_to_all and len(island.gpus) > 2:
             counts = {a: max(known.nvlinks(a, b) for b in island.gpus if b != a) for a in island.gpus}
-            most = max(counts.values())
-            stubs = [(spots[name], f"! NV{count}" if count < most else "") for name, count in counts.items()]
+            highest = max(counts.values())
+            stubs = [(spots[name], f"! NV{count}" if count < highest else "") for name, count in counts.items()]
         else:
             pairs = [p for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.nvlinks]
             arcs = [(spots[p.a], spots[p.b], p.label) for p in pairs]
             end += 14 + max((abs(a - b) / 14 for a, b, _ in arcs), default=0)
-        words = _bandwidth(node, island)
+        text = _bandwidth(node, island)
         left = min(spots[name] for name in island.gpus)
-        placed.append({"y": y, "end": end, "left": left, "words": words, "stubs": stubs, "arcs": arcs})
+        placed.append({"y": y, "end": end, "left": left, "words": text, "stubs": stubs, "arcs": arcs})
         y = end + 34
     return placed
 
 
 def _bandwidth(node: NodeTopology, island: Island) -> str:
-    known = [p.bytes_per_second for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.bytes_per_second]
-    words = f"NVLink {' and '.join(island.nvlinks_per_pair)}"
+    rates = [p.bytes_per_second for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.bytes_per_second]
+    text = f"NVLink {' and '.join(island.nvlinks_per_pair)}"
     of = f" of {len(island.gpus)} of {len(node.gpus)} GPUs" if len(island.gpus) < len(node.gpus) else ""
-    words += f" on every pair{of}" if island.all_to_all else f", not on every pair{of}"
-    if known:
-        spread = rate(max(known)) if min(known) == max(known) else f"{rate(min(known))} at the least"
-        words += f" · {spread} planned each way"
-    return words
+    text += f" on every pair{of}" if island.all_to_all else f", not on every pair{of}"
+    if rates:
+        spread = rate(max(rates)) if min(rates) == max(rates) else f"{rate(min(rates))} at the least"
+        text += f" · {spread} planned each way"
+    return text
 
 
 def _kind(label: str) -> str:
@@ -225,6 +225,6 @@ def _kind(label: str) -> str:
     return word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
-def _cut(text: str, most: int = 14) -> str:
+def _cut(text: str, limit: int = 14) -> str:
     """Truncate a name to fit its box; the box's title has the full name."""
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -89,8 +89,8 @@ class Request:
                if name in _OF_RUN and (value is not None or _OF_RUN[name] is None)}  # fmt: skip
         if "lengths" in options:
             run["length_histogram"] = parse_histogram(options["lengths"])
-        own = {one.name for one in fields(self)} & options.keys()
-        return replace(self, train=replace(self.train, **run), **{name: options[name] for name in own - {"train"}})
+        members = {field.name for field in fields(self)} & options.keys()
+        return replace(self, train=replace(self.train, **run), **{name: options[name] for name in members - {"train"}})
 
     def model_spec(self) -> ModelSpec | None:
         """Return the requested model: a known name, or a config.json if files are allowed. Raises ModelError."""
@@ -153,12 +153,12 @@ class Request:
 
     def cluster(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
         """Return the requested cluster, with the named network."""
-        found = self._nodes(snapshots)
+        cluster = self._nodes(snapshots)
         if self.network is not None:
-            return machines.over_network(found, self.network, self.transport)
+            return machines.over_network(cluster, self.network, self.transport)
         if self.transport is not None:
             raise RequestError(f"transport {self.transport}: requires the rate of the network too, for example 100G")
-        return found
+        return cluster
 
     def _nodes(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
         """Return the nodes: a catalogue machine, one host repeated, or the given hosts.
@@ -210,15 +210,15 @@ def read_prices(text: str, *, files: bool) -> float | dict[str, float]:
         raw = read_mapping(Path(text), once=True)
     except ConfigError as error:
         raise RequestError(f"--price {error}") from None
-    found = {}
+    prices = {}
     for name, value in raw.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RequestError(f"--price {text}: {name}: must be a number, of a node-hour")
         try:
-            found[machines.machine(str(name)).name] = _check_price(str(name), float(value))
+            prices[machines.machine(str(name)).name] = _check_price(str(name), float(value))
         except machines.MachineError as error:
             raise RequestError(f"--price {text}: {error}") from None
-    return found
+    return prices
 
 
 def _check_price(name: str, value: float) -> float:
@@ -244,17 +244,17 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     steps = _count_steps(request, advice.chosen) if advice.chosen else None
     if advice.chosen is None or steps is None:
         return advice
-    whole = advice.chosen.forecast.step_seconds.scaled(steps)
-    cost = None if price is None else whole.scaled(price * nodes / 3600.0)
-    return replace(advice, total_steps=steps, total_seconds=whole, total_cost=cost)
+    duration = advice.chosen.forecast.step_seconds.scaled(steps)
+    cost = None if price is None else duration.scaled(price * nodes / 3600.0)
+    return replace(advice, total_steps=steps, total_seconds=duration, total_cost=cost)
 
 
 _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 
 
-def _count_steps(request: Request, chosen: RankedLayout) -> int | None:
+def _count_steps(request: Request, ranked: RankedLayout) -> int | None:
     """Return the optimizer steps of the whole run; None without a budget, or if the rows could not be measured."""
-    forecast, train, rows = chosen.forecast, request.train, request.row_count()
+    forecast, train, rows = ranked.forecast, request.train, request.row_count()
     if request.hours is not None:
         return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
@@ -268,7 +268,7 @@ def _count_steps(request: Request, chosen: RankedLayout) -> int | None:
         )
     if train.packing and train.length_histogram:  # several rows are packed into one sequence
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
-    per_epoch = max(1, math.ceil(rows / chosen.layout.global_batch))  # the last batch contains the remaining rows
+    per_epoch = max(1, math.ceil(rows / ranked.layout.global_batch))  # the last batch contains the remaining rows
     return max(1, math.ceil(request.epochs * per_epoch))
 
 
@@ -317,11 +317,11 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     rows = []
     for group in groups[:_MOST_FAULTS]:
         on = group.place if len(group.subjects) == 1 else group.places
-        what = ends if ENDS & set(group.codes) else left_out
-        rows.append(f"{what}: {group.id}{on and ' '}{on}: {group.message}")
-    more = len(groups) - len(rows)
-    rest = (f"{more} more findings of failed checks: topoflight scan",) if more else ()
-    return replace(advice, unknowns=(*advice.unknowns, *rows, *rest)) if advice.chosen else advice
+        effect = ends if ENDS & set(group.codes) else left_out
+        rows.append(f"{effect}: {group.id}{on and ' '}{on}: {group.message}")
+    hidden = len(groups) - len(rows)
+    summary = (f"{hidden} more findings of failed checks: topoflight scan",) if hidden else ()
+    return replace(advice, unknowns=(*advice.unknowns, *rows, *summary)) if advice.chosen else advice
 
 
 def advise_cluster(
@@ -339,9 +339,9 @@ def advise_cluster(
         case = situation(
             snapshots, cluster, nccl_version=version, multi_node=multi_node, ranks_per_node=request.ranks_per_node
         )
-        found = nccl_env.settings(case)
-        seen = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
-        return found if found.backend == "rccl" else replace(found, backend=seen)
+        recommendation = nccl_env.settings(case)
+        backend = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
+        return recommendation if recommendation.backend == "rccl" else replace(recommendation, backend=backend)
     findings: dict[str, tuple[Finding, ...]] = {}  # failures and warnings by node, as the planner reads them
     for check in checks:
         if check.status in ("fail", "warn"):
@@ -386,12 +386,12 @@ def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[st
         several,
         [{"engine": engine} for engine in stacks.ENGINES if engine != train.engine],
     ]
-    found = [line for kind in kinds if (line := _find_fitting(request, kind, snapshots))]
-    if not found:
-        both = [{**method, **more} for method in kinds[1][-1:] for more in several]
+    lines = [line for kind in kinds if (line := _find_fitting(request, kind, snapshots))]
+    if not lines:
+        both = [{**method, **change} for method in kinds[1][-1:] for change in several]
         both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[2]]
-        found = [line for line in (_find_fitting(request, both, snapshots),) if line]
-    return tuple(found)
+        lines = [line for line in (_find_fitting(request, both, snapshots),) if line]
+    return tuple(lines)
 
 
 def _find_fitting(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
@@ -429,7 +429,7 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
     if sharded is None or sharded is advice.chosen:
         return advice
     step, best = sharded.forecast.step_seconds.mid, fitting[0].forecast.step_seconds.mid
-    why = texts(
+    reason = texts(
         "small_run", family=sharded.layout.family, step=units.seconds(step), best_family=fitting[0].layout.family,
         best=units.seconds(best),
     )  # fmt: skip
@@ -439,7 +439,7 @@ def with_fsdp(advice: Recommendation) -> Recommendation:
         return replace(other, why=f"{abs(more):.1%} {'slower' if more > 0 else 'faster'} than {sharded.layout.family}")
 
     others = tuple(compared(r) for r in fitting if r is not sharded)
-    return replace(advice, chosen=replace(sharded, why=why), runners_up=others)
+    return replace(advice, chosen=replace(sharded, why=reason), runners_up=others)
 
 
 def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
@@ -470,23 +470,23 @@ def adapt_to_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bo
             facts = snapshot.facts(InterfacesFacts)
             for link in facts.interfaces if facts else ():
                 roles.setdefault(link.name, set()).add(link.role)
-    inside = {name for name, seen in roles.items() if seen <= POD_ROLES}
+    inside = {name for name, roles_of_name in roles.items() if roles_of_name <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
-    where = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
+    hosts = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
     settings, notes = [], []
     for setting in advice.settings:
         wrong = ""
         if setting.name.endswith("_SOCKET_IFNAME"):
             names = [name for name in setting.value.lstrip("^=").split(",") if name not in inside]
-            wrong = f"{', '.join(names)} is an interface of {where}, and pods have their own" if names else ""
+            wrong = f"{', '.join(names)} is an interface of {hosts}, and pods have their own" if names else ""
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
-            wrong = f"it is an index into the GID table of {where}, and a pod sees another table"
+            wrong = f"it is an index into the GID table of {hosts}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
             needed = "is a file of the node's image; the pod's image must have it too"
             notes.append(f"{setting.name}={setting.value} {needed}")
         if wrong:
-            more = "a capture in a pod on the job's networks shows it"
-            notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {more}")
+            remedy = "a capture in a pod on the job's networks shows it"
+            notes.append(f"{setting.name}={setting.value} is left out: {wrong}; {remedy}")
         else:
             settings.append(setting)
     return replace(advice, settings=tuple(settings)), notes
@@ -507,8 +507,8 @@ def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierP
     """
     model, train = request.required_model(), request.train
     prices = read_prices(request.price, files=request.allow_files) if request.price else None
-    named = [word for word in (request.machine or "").split(",") if word]
-    names = named or list(prices if isinstance(prices, dict) else ())
+    machine_names = [word for word in (request.machine or "").split(",") if word]
+    names = machine_names or list(prices if isinstance(prices, dict) else ())
     if not names:
         raise RequestError("sweep: name the machines (--machine A,B,...), or give their prices in a file")
     networks = [None, *(word for word in (request.network or "").split(",") if word)]

@@ -37,7 +37,7 @@ from contracts.job_config import (
 )
 from contracts.layout import Layout
 from contracts.tables import read_table, read_texts
-from contracts.trl import trl_settings
+from contracts.trl import make_trl_settings
 from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import RankedLayout, Recommendation
@@ -79,24 +79,24 @@ def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = 
 
     Raises RequestError that names the file or argument.
     """
-    words = list(overrides)
-    for word in words:
+    texts_of_overrides = list(overrides)
+    for word in texts_of_overrides:
         split_pair("--set", word)
-    where = f"--config {config}{' with --set' * bool(words)}:" if config else "--set"
+    option = f"--config {config}{' with --set' * bool(texts_of_overrides)}:" if config else "--set"
     try:
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
     only_trl: dict[str, None] = {}
     try:
-        raw = with_overrides(raw, words)
-        made, explicit, notes = parse_config(raw, None if trainer == OURS else only_trl)
-        dump_plan(JobPlan(config=made))  # reject settings that no rank could read before any rank starts
+        raw = with_overrides(raw, texts_of_overrides)
+        job_config, explicit, notes = parse_config(raw, None if trainer == OURS else only_trl)
+        dump_plan(JobPlan(config=job_config))  # reject settings that no rank could read before any rank starts
     except ConfigError as error:
-        raise RequestError(f"{where} {error}") from None
+        raise RequestError(f"{option} {error}") from None
     if trainer != OURS:
         explicit |= {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)}
-    return Settings(made, explicit, notes, raw, only_trl)
+    return Settings(job_config, explicit, notes, raw, only_trl)
 
 
 def add_job_settings(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
@@ -202,17 +202,17 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
     if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
         tokenizer = hub_id(request.model) if request.model else None
         if tokenizer is None:
-            why = f"no tokenizer of {request.model or 'the model'} is known"
-            return replace(request, unmeasured=words(why))
+            reason = f"no tokenizer of {request.model or 'the model'} is known"
+            return replace(request, unmeasured=words(reason))
         named_settings["tokenizer_name"] = tokenizer
     try:
-        found = json.loads(ask_trainer("finetune.rows", text=json.dumps(named_settings)))
+        measured = json.loads(ask_trainer("finetune.rows", text=json.dumps(named_settings)))
     except LookupError as error:
         return replace(request, unmeasured=words(str(error)))
-    if not found["histogram"]:
-        return replace(request.changed(rows=request.rows or found["rows"]), unmeasured=words(found["why"]))
-    lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in found["histogram"])
-    return request.changed(lengths=lengths, rows=request.rows or found["rows"])
+    if not measured["histogram"]:
+        return replace(request.changed(rows=request.rows or measured["rows"]), unmeasured=words(measured["why"]))
+    lengths = ",".join(f"{tokens}:{rows}" for tokens, rows in measured["histogram"])
+    return request.changed(lengths=lengths, rows=request.rows or measured["rows"])
 
 
 def complete_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
@@ -226,12 +226,12 @@ def complete_request(request: Request, config: Path | None, overrides: Sequence[
     return replace(request, epochs=float(explicit.get("num_train_epochs") or EPOCHS))
 
 
-def ask_trainer(module: str, *words: str, text: str = "") -> str:
+def ask_trainer(module: str, *arguments: str, text: str = "") -> str:
     """Return the last line that a module of the trainer prints, in a child process.
 
     Raises LookupError if the child fails, InputError if it says that the rows are invalid.
     """
-    command = [sys.executable, "-P", "-m", module, *words]
+    command = [sys.executable, "-P", "-m", module, *arguments]
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
@@ -252,45 +252,45 @@ _OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward",
 
 
 def choose_trainer(
-    request: Request, config: Path | None, overrides: Sequence[str], requested: str, found: Sequence[Snapshot]
+    request: Request, config: Path | None, overrides: Sequence[str], requested: str, snapshots: Sequence[Snapshot]
 ) -> tuple[Recommendation, str, str]:
     """Return the advice for the trainer that supports the file, model and layout; its name; a line with the reason.
 
     `requested` is "auto" or the name of a trainer. Raises RequestError if neither trainer supports the settings.
     """
     only_trl = read_settings(config, overrides, requested).only_trl
-    trainer, why = requested, ""
+    trainer, reason_text = requested, ""
     if requested == "auto":
-        trainer, why = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
-    advice = _advise_for(request, config, overrides, trainer, found)
+        trainer, reason_text = (TRL, "; ".join(only_trl)) if only_trl else (OURS, "")
+    advice = _advise_for(request, config, overrides, trainer, snapshots)
     if advice.chosen is None and trainer == OURS and requested == "auto":
         assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
         measured = request.changed(length_histogram=advice.train.length_histogram)
-        other = _advise_for(measured, config, overrides, TRL, found)
+        other = _advise_for(measured, config, overrides, TRL, snapshots)
         too_large = any(row.rule == "memory-fits" for row in advice.rejected)
         if other.chosen is None or (too_large and other.chosen.layout.cp == 1):  # TRL's trainer can split sequences
             return advice, OURS, "" if too_large else f"with TRL's trainer: {describe_refusal(other)}"
         simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
-        advice, trainer, why = other, TRL, simplest or advice.rejected[0].reason
+        advice, trainer, reason_text = other, TRL, simplest or advice.rejected[0].reason
     if trainer not in (OURS, TRL):  # another stack, named with --engine
         return advice, trainer, ""
     if trainer == OURS:
         line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
         return advice, OURS, line if config and advice.chosen else ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
-    reason = f", because the built-in one refuses: {why}." if why else ", as --trainer requests."
+    reason = f", because the built-in one refuses: {reason_text}." if reason_text else ", as --trainer requests."
     return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
 
 
 def _advise_for(
-    request: Request, config: Path | None, overrides: Sequence[str], trainer: str, found: Sequence[Snapshot]
+    request: Request, config: Path | None, overrides: Sequence[str], trainer: str, hosts: Sequence[Snapshot]
 ) -> Recommendation:
     request = complete_request(request.changed(engine=trainer), config, overrides)
-    has_gpus = bool(request.machine) or any((facts := one.facts(GpuFacts)) and facts.gpus for one in found)
+    has_gpus = bool(request.machine) or any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in hosts)
     if trainer == TRL and not has_gpus:
         others = [(name, value) for name, value in request.train.fixed_layout if name not in _OF_SHARDING]
         request = request.changed(fixed_layout=tuple(others))
-    return advise(request, found)
+    return advise(request, hosts)
 
 
 def describe_refusal(advice: Recommendation) -> str:
@@ -325,19 +325,19 @@ def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.
         return None
     if hub_id(name) != name:
         return None
-    known = False
+    is_known = False
     with contextlib.suppress(ModelError):
-        known = bool(model_named(name))
-    if known and not environment.get("HF_ENDPOINT"):
+        is_known = bool(model_named(name))
+    if is_known and not environment.get("HF_ENDPOINT"):
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
         return model_from_config(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, plain.PlainError) as error:
-        if known:
+        if is_known:
             return None
-        why = f"not a known name; {error}; give the path of its config.json with --model"
-        raise ModelError(f"model={name!r}: {why}") from None
+        reason = f"not a known name; {error}; give the path of its config.json with --model"
+        raise ModelError(f"model={name!r}: {reason}") from None
 
 
 # The plan of the job: settings, layout, environment, network, and the time to write a checkpoint.
@@ -346,40 +346,40 @@ GRACE_SECONDS = 20  # minimum time to write a checkpoint after SIGTERM
 
 
 def build_job_plan(
-    advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), found: Sequence[Snapshot] = ()
+    advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), hosts: Sequence[Snapshot] = ()
 ) -> JobPlan:
     """Build the plan of a job on the hosts `found` with the chosen layout and planned values for missing settings.
 
     Raises RequestError if there is no layout, or if the job cannot be trained.
     """
-    chosen = require_layout(advice)
+    ranked = require_layout(advice)
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
     job_config, explicit, notes, raw, _ = read_settings(file, overrides, TRL if by_trl else OURS)
-    if why := why_untrainable(advice, explicit):
-        raise RequestError(why)
+    if refusal := why_untrainable(advice, explicit):
+        raise RequestError(refusal)
     planned = {} if embedded else fill_unset(advice, explicit)
     job_config = replace(job_config, **planned)
     of_trl = None
     if by_trl:
-        of_trl = trl_settings({**_translate_for_trl(job_config, explicit, planned), **raw}, explicit)
+        of_trl = make_trl_settings({**_translate_for_trl(job_config, explicit, planned), **raw}, explicit)
         job_config = replace(job_config, layout={})  # the layout of the plan is complete: without a GPU it is DDP
     return JobPlan(
-        config=job_config, trl=of_trl, layout=chosen.layout, notes=tuple(notes),
-        forecast=run_forecast(advice), transport=plan_transport(advice, found),
+        config=job_config, trl=of_trl, layout=ranked.layout, notes=tuple(notes),
+        forecast=run_forecast(advice), transport=plan_transport(advice, hosts),
         environment={setting.name: setting.value for setting in advice.settings},
     )  # fmt: skip
 
 
 def _translate_for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
     """Translate planned values for TRL's parser; PEFT chooses the targets. RequestError if TRL cannot load them."""
-    made = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:"}
-    values = {name: getattr(config, name) for name in made if name in {**explicit, **planned}}
-    wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(made[name])]
+    generated = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:"}
+    values = {name: getattr(config, name) for name in generated if name in {**explicit, **planned}}
+    wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(generated[name])]
     if wrong:
-        why = "only the built-in trainer generates it; TRL's trainer reads files and hub ids"
-        raise RequestError(f"{' and '.join(wrong)}: {why}")
+        reason = "only the built-in trainer generates it; TRL's trainer reads files and hub ids"
+        raise RequestError(f"{' and '.join(wrong)}: {reason}")
     return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
 
 
@@ -388,7 +388,7 @@ def run_forecast(advice: Recommendation) -> RunForecast:
     return plain.read(to_document(advice.chosen.forecast), RunForecast) if advice.chosen else RunForecast()
 
 
-def plan_transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> dict[str, str]:
+def plan_transport(advice: Recommendation, snapshots: Sequence[Snapshot] = ()) -> dict[str, str]:
     """Return the network that NCCL should use between hosts and whether it uses GPUDirect RDMA; empty if unknown.
 
     The job compares this `transport` of plan.json with NCCL's log. It contains only what host scans show or the advice
@@ -398,48 +398,48 @@ def plan_transport(advice: Recommendation, found: Sequence[Snapshot] = ()) -> di
     pinned = any(need.name == "memlock" for need in advice.needs)
     if advice.backend != "nccl" or not pinned:
         return {}
-    seen = [s.reason.evidence for s in advice.settings if s.name == "NCCL_IB_HCA"]
-    seen += [note.evidence for note in advice.notes if note.topic == "NCCL_IB_HCA"]
+    evidence = [s.reason.evidence for s in advice.settings if s.name == "NCCL_IB_HCA"]
+    evidence += [note.evidence for note in advice.notes if note.topic == "NCCL_IB_HCA"]
     efa = any(value.startswith("vpc.amazonaws.com/efa: ") for value in resources)
-    named = {setting.name: setting.value for setting in advice.settings}
+    values = {setting.name: setting.value for setting in advice.settings}
     planned = {
-        "network": named.get("NCCL_NET", "AWS Libfabric" if efa else "IB"),
-        "evidence": next(filter(None, seen), ""),
+        "network": values.get("NCCL_NET", "AWS Libfabric" if efa else "IB"),
+        "evidence": next(filter(None, evidence), ""),
     }
-    if level := named.get("NCCL_NET_GDR_LEVEL"):  # set where the fabric is known to use it (Slingshot, gIB)
+    if level := values.get("NCCL_NET_GDR_LEVEL"):  # set where the fabric is known to use it (Slingshot, gIB)
         planned["gdrdma"] = f"NCCL_NET_GDR_LEVEL={level}"
-    elif not efa and (why := why_gdrdma(found, named.get("NCCL_IB_HCA", ""))):
-        planned["gdrdma"] = why
+    elif not efa and (reason := why_gdrdma(snapshots, values.get("NCCL_IB_HCA", ""))):
+        planned["gdrdma"] = reason
     return planned
 
 
-def why_gdrdma(found: Sequence[Snapshot], chosen: str = "") -> str:
+def why_gdrdma(snapshots: Sequence[Snapshot], hca_list: str = "") -> str:
     """Return why every GPU of these hosts should use GPUDirect RDMA; empty if one should not, or if this is unknown.
 
     `chosen` is NCCL_IB_HCA. A GPU whose nearest NICs are not in it uses a NIC that is farther away.
     """
-    names = {word.partition(":")[0] for word in chosen.lstrip("=").split(",")}
-    if not is_gdrdma_possible(found) or chosen.startswith("^"):
+    names = {word.partition(":")[0] for word in hca_list.lstrip("=").split(",")}
+    if not is_gdrdma_possible(snapshots) or hca_list.startswith("^"):
         return ""
     sentences = []
-    for snapshot in found:
+    for snapshot in snapshots:
         gpus, node = snapshot.facts(GpuFacts), build(snapshot)
         models = [gpu.name for gpu in gpus.gpus] if gpus else [None]
         able = all(model and not without_gdr(model) for model in models)
         if not able or len(node.nearest_nic) != len(node.gpus) or not node.nearest_nic:
             return ""
         for near in node.nearest_nic:
-            taken = not chosen or not names.isdisjoint(near.nics)
-            if not (taken and near.decidable and near.gdr_by_default and not near.why):
+            is_selected = not hca_list or not names.isdisjoint(near.nics)
+            if not (is_selected and near.decidable and near.gdr_by_default and not near.why):
                 return ""
         labels = sorted({near.label for near in node.nearest_nic})
         sentences.append(f"{snapshot.hostname}: each GPU is {' or '.join(labels)} from its NIC")
     return "; ".join(sentences[:2]) + (f"; and {len(sentences) - 2} more hosts alike" if len(sentences) > 2 else "")
 
 
-def estimate_grace(advice: Recommendation, bytes_per_second: float | None, least: int = GRACE_SECONDS) -> int:
+def estimate_grace(advice: Recommendation, bytes_per_second: float | None, shortest: int = GRACE_SECONDS) -> int:
     """Return the seconds a job may take to save after SIGTERM, at least those of a job on this host."""
-    return save_seconds(*checkpoint_to_save(advice), bytes_per_second, least)
+    return save_seconds(*checkpoint_to_save(advice), bytes_per_second, shortest)
 
 
 def describe_grace(advice: Recommendation, who: str, seconds: int, least: int, bytes_per_second: float | None) -> str:

@@ -30,7 +30,7 @@ def version() -> str:
     """
     from pathlib import Path  # --help does not need it
 
-    folders = (found.name for path in sys.path for found in Path(path).glob("topoflight-*.dist-info"))
+    folders = (folder.name for path in sys.path for folder in Path(path).glob("topoflight-*.dist-info"))
     name = next(folders, "topoflight-0+unknown")  # run from a source tree without installation
     return name.removeprefix("topoflight-").removesuffix(".dist-info")
 

@@ -59,12 +59,12 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
 
-def table_of(made: Grid) -> Table:
+def table_of(rows_of_table: Grid) -> Table:
     """Convert a grid to the table that the terminal prints."""
-    found = table(*made.columns)
-    for row in made.rows:
-        found.add_row(*map(escape, row))
-    return found
+    result = table(*rows_of_table.columns)
+    for row in rows_of_table.rows:
+        result.add_row(*map(escape, row))
+    return result
 
 
 def table(*columns: str) -> Table:
@@ -73,20 +73,20 @@ def table(*columns: str) -> Table:
     from rich.table import Table  # not every view has a table
 
     gap = 0 if len(columns) > MANY_COLUMNS else 1
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False, padding=(0, gap))
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, expand=False, padding=(0, gap))
     for column in columns:
-        made.add_column(column, overflow="fold")
-    return made
+        result.add_column(column, overflow="fold")
+    return result
 
 
 def grid(gap: int = 1, columns: int = 2) -> Table:
     """Return a table without borders whose long words wrap and are never cut."""
     from rich.table import Table
 
-    made = Table.grid(padding=(0, gap))
+    result = Table.grid(padding=(0, gap))
     for _ in range(columns):
-        made.add_column(overflow="fold")
-    return made
+        result.add_column(overflow="fold")
+    return result
 
 
 def print_bullet(out: Console, mark: str, text: str) -> None:
@@ -98,10 +98,10 @@ def print_bullet(out: Console, mark: str, text: str) -> None:
 
 def print_properties(out: Console, rows: Iterable[tuple[str, str]]) -> None:
     """Print the properties of one object: a name and a value per line."""
-    shown = grid()
+    properties = grid()
     for word, text in rows:
-        shown.add_row(f"  [bold]{word}[/bold]", escape(text))
-    out.print(shown)
+        properties.add_row(f"  [bold]{word}[/bold]", escape(text))
+    out.print(properties)
 
 
 class _TrimmedStream:

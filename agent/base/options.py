@@ -90,8 +90,8 @@ def parse_version(text: str | None) -> tuple[int, int, int] | None:
 
 def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
     """Reject an output that cannot be written, before any scan or load starts. Raises InputError."""
-    if why := why_unwritable(path, folder=folder):
-        raise InputError(f"{option} {path}: {why}")
+    if problem := why_unwritable(path, folder=folder):
+        raise InputError(f"{option} {path}: {problem}")
 
 
 # The hosts that a command reads.
@@ -124,30 +124,30 @@ def replay_recordings(
     from probes.scanner import replay
     from probes.wire import RecordingError
 
-    found: list[Snapshot] = []
+    snapshots: list[Snapshot] = []
     paths: list[Path] = []
     for path in _list_recordings(hosts):
         try:
             if not (stop and stop.is_set()):
-                found += replay(path, probes, stop)
-                paths += [path] * (len(found) - len(paths))
+                snapshots += replay(path, probes, stop)
+                paths += [path] * (len(snapshots) - len(paths))
         except (OSError, RecordingError) as error:
             raise InputError(str(error)) from None
-    return make_names_distinct(found, paths)
+    return make_names_distinct(snapshots, paths)
 
 
-def make_names_distinct(found: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
+def make_names_distinct(snapshots: Sequence[Snapshot], paths: Sequence[Path]) -> tuple[Snapshot, ...]:
     """Add the file names to hosts that have the same name, which is common for pods."""
-    times = Counter(snapshot.hostname for snapshot in found)
-    taken: Counter[str] = Counter()
-    made = []
-    for snapshot, path in zip(found, paths, strict=True):
+    times = Counter(snapshot.hostname for snapshot in snapshots)
+    used: Counter[str] = Counter()
+    renamed = []
+    for snapshot, path in zip(snapshots, paths, strict=True):
         if times[snapshot.hostname] > 1:
             name = f"{snapshot.hostname} ({path.name.removesuffix('.gz').removesuffix('.json')})"
-            taken[name] += 1
-            snapshot = replace(snapshot, hostname=name if taken[name] == 1 else f"{name} {taken[name]}")
-        made.append(snapshot)
-    return tuple(made)
+            used[name] += 1
+            snapshot = replace(snapshot, hostname=name if used[name] == 1 else f"{name} {used[name]}")
+        renamed.append(snapshot)
+    return tuple(renamed)
 
 
 def _list_recordings(hosts: Sequence[Path]) -> list[Path]:
@@ -197,8 +197,8 @@ class _Count(click.IntRange):
         """Return the number. Raises BadParameter that lists what is allowed."""
         from decimal import Decimal  # few commands have such an option
 
-        found = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)([kmbt]?)", str(value), re.IGNORECASE)
-        number = Decimal(found[1]) * 1000 ** " kmbt".index(found[2].lower() or " ") if found else None
+        match = re.fullmatch(r"(\d{1,19}(?:\.\d{1,19})?)([kmbt]?)", str(value), re.IGNORECASE)
+        number = Decimal(match[1]) * 1000 ** " kmbt".index(match[2].lower() or " ") if match else None
         if number is None or number % 1:
             self.fail(f"{value!r}: must be a whole number, or one with k, M, B or T: 250000, 100M, 1.5B", param, ctx)
         return super().convert(int(number), param, ctx)
@@ -247,10 +247,10 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
 
     def add(function: Any) -> click.Command:
         @wraps(function)
-        def run(*words: Any, **options: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
             _check_combinations(click.get_current_context(), rows)
             try:
-                return function(*words, **options)
+                return function(*arguments, **options)
             except (ValueError, RuntimeError) as error:
                 if type(error).__module__.partition(".")[0] not in _PACKAGES:
                     raise
@@ -273,19 +273,19 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
 
 def _rows(name: str) -> dict[str, dict[str, Any]]:
     """Return the members of each option of a file by its key, with included and shared tables resolved."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for key, row in _table(name).items():
         if key == "help":  # help of the verb
             continue
         if not key.startswith("-"):
-            found |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
+            rows |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            shared = found.get(key) or _table("shared").get(key) or tables.read_table(__file__, "question.toml")[key]
+            shared = rows.get(key) or _table("shared").get(key) or tables.read_table(__file__, "question.toml")[key]
             members = shared | row
-            found[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
+            rows[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
-            found[key] = row
-    return found
+            rows[key] = row
+    return rows
 
 
 def _check_combinations(context: click.Context, rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -319,7 +319,7 @@ def _table(name: str) -> dict[str, Any]:
 
 def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
     members = {member: value for member, value in row.items() if member not in _OWN_MEMBERS}
-    words = (*key.split(), *filter(None, (members.pop("name", None),)))
+    names = (*key.split(), *filter(None, (members.pop("name", None),)))
     if "choices" in members:
         members["type"] = click.Choice(members.pop("choices"))
     elif "type" in members:
@@ -330,7 +330,7 @@ def _option(key: str, row: Mapping[str, Any]) -> Callable[[Any], Any]:
         members.setdefault("show_default", True)
     elif "/" in key:  # --this/--not-this: None if the user gives neither
         members["default"] = None
-    return click.option(*words, **members)
+    return click.option(*names, **members)
 
 
 def option_type(text: str | list[str]) -> Any:
@@ -341,12 +341,12 @@ def option_type(text: str | list[str]) -> Any:
     """
     if isinstance(text, list):
         return tuple(map(option_type, text))
-    found = re.fullmatch(r"(int|count|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
-    if found is None:
+    match = re.fullmatch(r"(int|count|float) (above )?(\d[\d_.]*?)\.\.([\d_.]*)", text)
+    if match is None:
         return _TYPES[text]
-    low, high = ((float(word) if "." in word else int(word)) if word else None for word in found.group(3, 4))
-    kind: Any = {"int": click.IntRange, "count": _Count, "float": _Number}[found[1]]
-    return kind(low, high, min_open=bool(found[2]))
+    low, high = ((float(word) if "." in word else int(word)) if word else None for word in match.group(3, 4))
+    kind: Any = {"int": click.IntRange, "count": _Count, "float": _Number}[match[1]]
+    return kind(low, high, min_open=bool(match[2]))
 
 
 def _list_machines(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:

@@ -24,12 +24,12 @@ def to_document(value: Any) -> Any:
 
 def render(value: Any, form: str) -> str:
     """Render `value` as a JSON or YAML document that ends with a newline."""
-    made = to_document(value)
+    document = to_document(value)
     if form == "json":
-        return json.dumps(made, indent=1) + "\n"
+        return json.dumps(document, indent=1) + "\n"
     import yaml
 
-    return str(yaml.safe_dump(made, sort_keys=False, allow_unicode=True, width=110))
+    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110))
 
 
 def render_template(module: str, name: str, **values: Any) -> str:
@@ -99,9 +99,9 @@ def console() -> Console:
 
 def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
     """Print a line or a whole result without terminal control characters; CRLF line ends are allowed."""
-    shown = "\r\n".join(map(plain.printable, text.split("\r\n")))
+    printable = "\r\n".join(map(plain.printable, text.split("\r\n")))
     try:
-        click.echo(shown, nl=nl, err=err)
+        click.echo(printable, nl=nl, err=err)
     except BrokenPipeError:
         if not err:
             discard_output()
@@ -115,18 +115,18 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
     print_text(render(value, form), nl=False)
 
 
-def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, named: str = "") -> None:
+def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, label: str = "") -> None:
     """Write a file that the user requested, atomically. ClickException gives `named` or the path, and the reason."""
     try:
         write_atomic(path, content, mode)
     except OSError as error:
-        raise click.ClickException(f"{named or path}: {error.strerror or error}") from None
+        raise click.ClickException(f"{label or path}: {error.strerror or error}") from None
 
 
 def save_document(path: Path | None, value: Any) -> None:
     """Write the JSON file of --save, if given. Raises ClickException with the reason if it cannot be written."""
     if path is not None:
-        write_result(path, render(value, "json"), named=f"--save {path}")
+        write_result(path, render(value, "json"), label=f"--save {path}")
 
 
 class Progress:

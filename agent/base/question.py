@@ -48,7 +48,7 @@ def model() -> type[BaseModel]:
     """Return the pydantic model of a question, with every field of question.toml; unknown members are rejected."""
     from pydantic import ConfigDict, Field, create_model
 
-    made: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     for name, option in fields().items():
         row, limits = rows()[option], dict[str, Any]()
         kind: Any = bool if row.get("is_flag") else str
@@ -62,5 +62,5 @@ def model() -> type[BaseModel]:
             limits["max_length"] = row["most"]
         default = row.get("default", False if kind is bool else None)
         about = Field(default, description=row["help"], alias=word_of(option), **limits)
-        made[name] = kind if default is not None else kind | None, about
-    return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **made)
+        members[name] = kind if default is not None else kind | None, about
+    return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **members)

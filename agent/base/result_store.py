@@ -39,15 +39,15 @@ def find_folder() -> Path | None:
 
 def save_benchmark_result(result: BenchResult, place: Path | None = None) -> Path | None:
     """Store the result as the latest one, unless it was stopped before the first measurement."""
-    where = place or find_folder()
-    if where is None or (result.stopped_by and not result.measurements):
+    folder = place or find_folder()
+    if folder is None or (result.stopped_by and not result.measurements):
         return None
-    return _write(where / BENCH_FILE, plain.write(result))
+    return _write(folder / BENCH_FILE, plain.write(result))
 
 
 def save_search_result(result: dict[str, Any]) -> Path | None:
     """Store the result of a search for bad nodes as the latest one, on the host that planned the search."""
-    return None if (where := find_folder()) is None else _write(where / SEARCH_FILE, result)
+    return None if (folder := find_folder()) is None else _write(folder / SEARCH_FILE, result)
 
 
 def read_last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
@@ -64,12 +64,12 @@ def read_last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
 
 def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
     """Store the record of a run; delete the oldest records if there are more than STORED_RUNS."""
-    where = place or find_folder()
-    if where is None:
+    folder = place or find_folder()
+    if folder is None:
         return None
     import hashlib  # a gate that starts no job stores no run
 
-    runs = where / RUNS_FOLDER
+    runs = folder / RUNS_FOLDER
     data = plain.write(record)
     content = hashlib.sha256(json.dumps(data).encode()).hexdigest()[:12]  # several can be stored within one second
     stored = _write(runs / f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{content}.json", data)
@@ -84,17 +84,17 @@ def read_runs(place: Path) -> tuple[RunRecord, ...]:
 
     All records are held in memory, so the oldest beyond MOST_HELD_BYTES are not read.
     """
-    found: list[RunRecord] = []
-    held = 0
+    records: list[RunRecord] = []
+    size = 0
     for path in sorted((place / RUNS_FOLDER).glob("*.json"), reverse=True)[:STORED_RUNS]:
         try:
-            held += path.stat().st_size
-            if held > MOST_HELD_BYTES and found:
+            size += path.stat().st_size
+            if size > MOST_HELD_BYTES and records:
                 break
-            found.append(read_record(path))
+            records.append(read_record(path))
         except (OSError, RecordError) as error:
             log_unusable_file(path, error)
-    return tuple(sorted(found, key=lambda record: record.started_at or "", reverse=True))
+    return tuple(sorted(records, key=lambda record: record.started_at or "", reverse=True))
 
 
 def sweep(place: Path) -> None:

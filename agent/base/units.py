@@ -24,9 +24,9 @@ _SIZES_BY_LOWER = {unit.lower(): scale for unit, scale in SIZES.items()}
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: int, singular: str, many: str = "") -> str:
     """Format a number with its noun: "1 check", "2 checks"."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {singular if number == 1 else many or singular + 's'}"
 
 
 def tally(counts: Mapping[str, int]) -> str:
@@ -39,8 +39,8 @@ def tally(counts: Mapping[str, int]) -> str:
 
 def rest(word: str, counts: Mapping[str, int]) -> str:
     """Format the counts without those that the verdict states itself: findings, or for a pass the unknown checks."""
-    shown = {"pass": ("unknown",), "fail": ("fail", "warn")}.get(word, (word,))
-    return tally({status: number for status, number in counts.items() if status not in shown})
+    excluded = {"pass": ("unknown",), "fail": ("fail", "warn")}.get(word, (word,))
+    return tally({status: number for status, number in counts.items() if status not in excluded})
 
 
 def size(value: float | None) -> str:
@@ -57,11 +57,11 @@ def size(value: float | None) -> str:
 
 def parse_size(text: str) -> int | None:
     """Parse a size typed by a user: "64GiB", "1.5 T", "65536"; None if it is not a size. Case does not matter."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip(), re.ASCII)
-    scale = _SIZES_BY_LOWER.get(found[2].lower() or "b") if found else None
-    if found is None or scale is None:
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]{0,3})", text.strip(), re.ASCII)
+    scale = _SIZES_BY_LOWER.get(match[2].lower() or "b") if match else None
+    if match is None or scale is None:
         return None
-    return round(float(found[1]) * scale) if "." in found[1] else int(found[1]) * scale
+    return round(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
 
 
 def seconds(value: float | None) -> str:
@@ -100,14 +100,14 @@ def duration(value: float) -> str:
 
 def expected_rate(expected: Expectation) -> str:
     """Format the expected rate: "326 GB/s (276 GB/s to 423 GB/s)", or NCCL's planned rate if only that is known."""
-    least, usual = expected.least_bytes_per_second, expected.usual_bytes_per_second
-    if least is None:
+    low, usual = expected.least_bytes_per_second, expected.usual_bytes_per_second
+    if low is None:
         return rate(expected.busbw_bytes_per_second)
-    bounds = f"{rate(least)} to {rate(expected.most_bytes_per_second)}"
+    bounds = f"{rate(low)} to {rate(expected.most_bytes_per_second)}"
     return bounds if usual is None else f"{rate(usual)} ({bounds})"
 
 
-def clock(at: float) -> str:
+def clock(seconds: float) -> str:
     """Format a time as UTC, with the date unless it is today."""
-    then, today = time.gmtime(at), time.gmtime()
+    then, today = time.gmtime(seconds), time.gmtime()
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%d %b %H:%M", then)

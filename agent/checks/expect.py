@@ -62,66 +62,66 @@ class ExpectationKey(NamedTuple):
     value: Callable[[str], Any] = int  # of the group `value` in expect.toml
 
 
-def parse(words: Sequence[str]) -> tuple[NodeExpectation, ...]:
+def parse(arguments: Sequence[str]) -> tuple[NodeExpectation, ...]:
     """Parse repeated `--expect KEY=VALUE,...`; each repeated interface adds one. Raises GateError."""
-    found: dict[str, list[str]] = {}
-    for word in words:
+    values: dict[str, list[str]] = {}
+    for word in arguments:
         for part in filter(None, (piece.strip() for piece in word.split(","))):
             key, equals, value = part.partition("=")
             if not equals:
                 raise GateError(f"--expect {part}: must be KEY=VALUE, KEY one of {', '.join(KEYS)}")
-            found.setdefault(key.strip(), []).append(value.strip())
-    return _read(found, "--expect")
+            values.setdefault(key.strip(), []).append(value.strip())
+    return _read(values, "--expect")
 
 
 def read_file(path: Path) -> tuple[NodeExpectation, ...]:
     """Read expectations from a YAML mapping; a file with only comments contains none. Raises GateError."""
-    where = f"--expect-file {path}"
+    source = f"--expect-file {path}"
     try:
         documents = load_all(bounded.read(path, MOST_BYTES).decode("utf-8"), most_aliases=0, once=True)
     except (OSError, ValueError) as error:
-        raise GateError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
+        raise GateError(f"{source}: {getattr(error, 'strerror', None) or error}") from None
     value = documents[0] if documents else None
     if len(documents) > 1 or not isinstance(value, dict | None):
-        raise GateError(f"{where}: must be one mapping of {', '.join(KEYS)} to values")
+        raise GateError(f"{source}: must be one mapping of {', '.join(KEYS)} to values")
     entries = {
         str(key): entry if isinstance(entry, list) and key in _LISTS else [entry]
         for key, entry in (value or {}).items()
     }
-    return _read(entries, where)
+    return _read(entries, source)
 
 
-def _read(found: Mapping[str, Sequence[Any]], where: str) -> tuple[NodeExpectation, ...]:
+def _read(entries: Mapping[str, Sequence[Any]], source: str) -> tuple[NodeExpectation, ...]:
     """Read the values of each key, in the order of KEYS."""
-    if unknown := [key[:64] for key in found if key not in KEYS]:
+    if unknown := [key[:64] for key in entries if key not in KEYS]:
         close = {each: None for key in unknown[:8] for each in difflib.get_close_matches(key, KEYS, n=2)}
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise GateError(f"{where}: {units.some(unknown)}: unknown key; allowed are {', '.join(KEYS)}{hint}")
-    for key, values in found.items():
+        raise GateError(f"{source}: {units.some(unknown)}: unknown key; allowed are {', '.join(KEYS)}{hint}")
+    for key, values in entries.items():
         if key not in _LISTS and len(values) != 1:
-            raise GateError(f"{where}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")
+            raise GateError(f"{source}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")
         if len(values) > MOST_NAMES:
-            raise GateError(f"{where}: {key}: more than {MOST_NAMES} values")
+            raise GateError(f"{source}: {key}: more than {MOST_NAMES} values")
         allowed = str if key in _NAMES else str | int | float
-        if not all(isinstance(one, allowed) for one in values):
-            raise GateError(f"{where}: {key}: must be {'text, in quotes' if key in _NAMES else 'one value'}")
-    return tuple(_read_one(key, value, where) for key in KEYS for value in found.get(key, ()))
+        if not all(isinstance(value, allowed) for value in values):
+            raise GateError(f"{source}: {key}: must be {'text, in quotes' if key in _NAMES else 'one value'}")
+    return tuple(_read_one(key, value, source) for key in KEYS for value in entries.get(key, ()))
 
 
-def _read_one(key: str, value: object, where: str) -> NodeExpectation:
+def _read_one(key: str, value: object, source: str) -> NodeExpectation:
     text = "on" if value is True else str(value)  # YAML reads `on` as true
     expression, allowed = _FORMS[key]
-    if not (read := re.fullmatch(expression, text, re.IGNORECASE | re.ASCII)):
-        raise GateError(f"{where}: {key}={text[:64]}: must be {allowed}")
-    return NodeExpectation(key, text, KEYS[key].value(read["value"]), read.groupdict().get("device") or "")
+    if not (match := re.fullmatch(expression, text, re.IGNORECASE | re.ASCII)):
+        raise GateError(f"{source}: {key}={text[:64]}: must be {allowed}")
+    return NodeExpectation(key, text, KEYS[key].value(match["value"]), match.groupdict().get("device") or "")
 
 
-def read_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
+def read_expectations(arguments: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
     """Merge the expectations of the file and the command line, which wins. Raises GateError."""
-    typed = parse(words)
+    typed = parse(arguments)
     from_file = read_file(path) if path is not None else ()
-    replaced = {one.key for one in typed}
-    return (*(one for one in from_file if one.key not in replaced), *typed)
+    replaced = {expectation.key for expectation in typed}
+    return (*(expectation for expectation in from_file if expectation.key not in replaced), *typed)
 
 
 # The checks of a node: one for each expectation.
@@ -129,7 +129,7 @@ def read_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpe
 
 def check_expectations(
     expected: Iterable[NodeExpectation], checks: Iterable[Finding], node: str,
-    seen: tuple[Snapshot, NodeTopology] | None,
+    host: tuple[Snapshot, NodeTopology] | None,
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Add one check per expectation of a node, and decide checks that a scan alone cannot decide.
 
@@ -137,18 +137,18 @@ def check_expectations(
     or ACTIVE ports, none is missing: other devices on the bus are not assigned to it or not cabled. A larger number can
     include ports of another network, so an expected port may be down.
     """
-    made, mild = [], set()
-    for one in expected:
+    results, mild = [], set()
+    for expectation in expected:
         without = None, f"the record of {node} has no topology of this release"
-        met, have = KEYS[one.key].judge(*seen, one) if seen else without
-        made.append(_check(node, one, met, have, seen[0].outcomes if seen else {}))
-        if met and one.key in _SETTLES and have.startswith(f"{one.value} "):
-            mild.add(_SETTLES[one.key])
+        met, have = KEYS[expectation.key].judge(*host, expectation) if host else without
+        results.append(_check(node, expectation, met, have, host[0].outcomes if host else {}))
+        if met and expectation.key in _SETTLES and have.startswith(f"{expectation.value} "):
+            mild.add(_SETTLES[expectation.key])
     return tuple(
         replace(check, status=Status.INFO, required=False, message=f"{check.message} The expected number is present.")
         if check.code in mild and check.status in ("fail", "warn", "unknown") and check.evidence
         else check
-        for check in (*checks, *made)
+        for check in (*checks, *results)
     )
 
 
@@ -158,8 +158,8 @@ _SETTLES = {"gpus": "gpu.device.not_given", "hcas": "rdma.port.down"}
 def _check(node: str, one: NodeExpectation, met: bool | None, have: str, outcomes: Mapping[str, object]) -> Finding:
     of_any = " rate" if one.key == "rate" and not one.pattern else ""
     case = " pass" if met else " unknown" if met is None else of_any
-    read = [outcomes.get(name) for name in KEYS[one.key].probes]
-    why = next(filter(None, (getattr(each, "error", "") or getattr(each, "why", "") for each in read)), have)
+    outcomes_read = [outcomes.get(name) for name in KEYS[one.key].probes]
+    why = next(filter(None, (getattr(each, "error", "") or getattr(each, "why", "") for each in outcomes_read)), have)
     check = finding(_TEXTS, EXPECT_CODES[0] + case, subject=f"{one.key}={one.text}", have=have, why=why, value=one.text)
     return replace(check, node=node, required=met is None)
 
@@ -195,9 +195,9 @@ def _gpus(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation
 
 def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     """Compare whole words of the model name: L40 does not match L40S."""
-    words = re.compile(rf"(?<![a-z0-9]){re.escape(expected.value)}(?![a-z0-9])", re.IGNORECASE)
+    pattern = re.compile(rf"(?<![a-z0-9]){re.escape(expected.value)}(?![a-z0-9])", re.IGNORECASE)
     models = [gpu.name for gpu in _answering(snapshot)]
-    odd = [model for model in models if not words.search(model or "")]
+    odd = [model for model in models if not pattern.search(model or "")]
     unknown = _gpu_count(snapshot) is None or (not all(models) and not any(odd))
     met = None if unknown else bool(models) and not odd
     return met, ", ".join(dict.fromkeys(model or "unknown model" for model in models)) or "no GPU"
@@ -216,7 +216,7 @@ def _nvlink(snapshot: Snapshot, topology: NodeTopology, expected: NodeExpectatio
     if unknown and len(unknown) == len(short):
         return None, f"the link of {', '.join(unknown[:4])} is unknown"
     if short:
-        return False, units.some([f"{pair} {label}" for pair, label in short], most=4)
+        return False, units.some([f"{pair} {label}" for pair, label in short], limit=4)
     return True, f"{len(links)} pairs have NV{expected.value} or more"
 
 
@@ -224,8 +224,8 @@ def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectati
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_version is None:
         return False if _gpu_count(snapshot) == 0 else None, "the driver is unknown"
-    have, least = (tuple(map(int, re.findall(r"\d+", text)[:4])) for text in (facts.driver_version, expected.value))
-    return have >= least, f"the driver is {facts.driver_version}"
+    have, required = (tuple(map(int, re.findall(r"\d+", text)[:4])) for text in (facts.driver_version, expected.value))
+    return have >= required, f"the driver is {facts.driver_version}"
 
 
 # RDMA --------------------------------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation
     if ports is None:
         return None, "the RDMA devices are unknown"
     have = [name for name, active in ports.items() if active and expected.selects(name)]
-    named = f" of {expected.pattern}" if expected.pattern else ""
-    return len(have) >= expected.value, f"{len(have)} RDMA devices{named} have an ACTIVE port"
+    of_pattern = f" of {expected.pattern}" if expected.pattern else ""
+    return len(have) >= expected.value, f"{len(have)} RDMA devices{of_pattern} have an ACTIVE port"
 
 
 def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
@@ -259,15 +259,15 @@ def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectatio
     ports = _hca_ports(snapshot)
     if ports is None:
         return None, "the RDMA devices are unknown"
-    mine = {name: sum(port.rate_bytes_per_second or 0.0 for port in active) or None
+    rates = {name: sum(port.rate_bytes_per_second or 0.0 for port in active) or None
             for name, active in ports.items() if active and expected.selects(name)}  # fmt: skip
-    slow = [f"{name} {units.bits(rate)}" for name, rate in mine.items() if rate is not None and rate < expected.value]
+    slow = [f"{name} {units.bits(rate)}" for name, rate in rates.items() if rate is not None and rate < expected.value]
     slow += [f"{name} has no ACTIVE port" for name, active in ports.items()
              if not active and expected.pattern and expected.selects(name)]  # fmt: skip
-    if slow or not mine:
+    if slow or not rates:
         others = f" named {expected.pattern}" if expected.pattern else ""
         return False, ", ".join(slow) or f"no RDMA device{others} has an ACTIVE port"
-    unknown = [name for name, rate in mine.items() if rate is None]
+    unknown = [name for name, rate in rates.items() if rate is None]
     return (None, f"the rate of {', '.join(unknown)} is unknown") if unknown else (True, "every device is as fast")
 
 
@@ -304,11 +304,11 @@ def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpect
     facts = snapshot.facts(InterfacesFacts)
     if facts is None:
         return None, "the interfaces are unknown"
-    mine = [link for link in facts.interfaces if fnmatchcase(link.name, expected.value)]
-    if not mine:
+    matching = [link for link in facts.interfaces if fnmatchcase(link.name, expected.value)]
+    if not matching:
         return False, f"there are {', '.join(sorted(link.name for link in facts.interfaces)) or 'none'}"
-    bad = [f"{link.name} {problem}" for link in mine if (problem := _interface_problem(link))]
-    return not bad, ", ".join(bad) or f"{', '.join(link.name for link in mine)} up, with an address"
+    bad = [f"{link.name} {problem}" for link in matching if (problem := _interface_problem(link))]
+    return not bad, ", ".join(bad) or f"{', '.join(link.name for link in matching)} up, with an address"
 
 
 def _interface_problem(link: Interface) -> str:

@@ -92,9 +92,9 @@ class FindingGroup:
         return len({check.message for check in self.checks}) == 1
 
 
-def is_problem(found: Finding | FindingGroup) -> bool:
+def is_problem(finding: Finding | FindingGroup) -> bool:
     """Return whether it needs attention: a failure, a warning, or a required check that could not run."""
-    return found.status in ("fail", "warn") or (found.required and found.status == "unknown")
+    return finding.status in ("fail", "warn") or (finding.required and finding.status == "unknown")
 
 
 def group_findings(checks: Iterable[Finding]) -> tuple[FindingGroup, ...]:
@@ -105,18 +105,18 @@ def group_findings(checks: Iterable[Finding]) -> tuple[FindingGroup, ...]:
     """
     checks = sort_worst_first(checks)
     raised = {(check.code, check.node, check.subject): ORDER.index(check.status) for check in reversed(checks)}
-    found: dict[tuple[object, ...], list[Finding]] = {}
+    groups: dict[tuple[object, ...], list[Finding]] = {}
     for check in checks:
         other = raised.get((_IMPLIED_BY.get(check.code, ""), check.node, check.subject), len(ORDER))
         if check.status in ("fail", "warn") and other <= ORDER.index(check.status):
             continue
         unmeasured = ("unmeasured", check.message) if check.status == "unknown" and check.required else None
-        found.setdefault(unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
+        groups.setdefault(unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
     return tuple(
         FindingGroup(
             id=one[0].code, status=one[0].status, message=one[0].message, remedy=_remedies(one), checks=tuple(one)
         )
-        for one in found.values()
+        for one in groups.values()
     )
 
 
@@ -131,7 +131,7 @@ def _remedies(checks: Sequence[Finding]) -> str:
     several = len({check.subject for check in checks}) > 1
     remedies = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
     return " ".join(
-        one for one in remedies if not any(one is not other and one.rstrip(".") in other for other in remedies)
+        text for text in remedies if not any(text is not other and text.rstrip(".") in other for other in remedies)
     )
 
 
@@ -140,17 +140,17 @@ def list_codes(groups: Iterable[FindingGroup], status: Literal["unknown", "pass"
     groups = tuple(groups)
     is_worse = ORDER[: ORDER.index(Status(status))]
     worse = {code for group in groups if group.status in is_worse for code in group.codes}
-    found = dict.fromkeys(code for group in groups if group.status == status for code in group.codes)
-    return tuple(code for code in found if code not in worse)
+    codes = dict.fromkeys(code for group in groups if group.status == status for code in group.codes)
+    return tuple(code for code in codes if code not in worse)
 
 
 def group_by_reason(unknown: Iterable[FindingGroup]) -> dict[str, tuple[str, ...]]:
     """Group checks that were not measured by the reason."""
-    found: dict[str, dict[str, None]] = {}
+    by_reason: dict[str, dict[str, None]] = {}
     for group in unknown:
         for check in group.checks:
-            found.setdefault(check.message.rstrip("."), {})[check.code] = None
-    return {why: tuple(codes) for why, codes in found.items()}
+            by_reason.setdefault(check.message.rstrip("."), {})[check.code] = None
+    return {reason: tuple(codes) for reason, codes in by_reason.items()}
 
 
 # The entries of finding codes, diagnoses and alerts in the reference pages of the documentation.
@@ -180,15 +180,15 @@ def _page(name: str) -> str:
 
 def find_entry(code: str) -> str:
     """Return the entry of a code or alert. Raises UnknownCodeError that names similar codes."""
-    known = read_entries()
-    if exact := {name.lower(): name for name in known}.get(code.lower()):
-        return known[exact]
-    family = [name for name in known if name.startswith(f"{code.lower()}.")]
-    close = ", ".join(family[:8] or get_close_matches(code, known, n=3, cutoff=0.4))
+    entries = read_entries()
+    if exact := {name.lower(): name for name in entries}.get(code.lower()):
+        return entries[exact]
+    family = [name for name in entries if name.startswith(f"{code.lower()}.")]
+    close = ", ".join(family[:8] or get_close_matches(code, entries, n=3, cutoff=0.4))
     raise UnknownCodeError(f"{code}: no such code or alert{close and f'; close: {close}'}; --list lists all")
 
 
 def find_point(code: str, name: str) -> str:
     """Return one point of an entry, such as "Remedy"; empty if there is no such entry or point."""
-    found: dict[str, str] = dict(_POINT.findall(read_entries().get(code, "")))
-    return found.get(name, "")
+    points: dict[str, str] = dict(_POINT.findall(read_entries().get(code, "")))
+    return points.get(name, "")

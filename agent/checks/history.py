@@ -91,7 +91,7 @@ class History:
         self._events = self._events[-MOST_EVENTS:]
         return replace(
             view, checks=checks, verdict=judge(checks), events=tuple(self._events),
-            since={key: seen.since for key, seen in self._open.items() if seen.raised},
+            since={key: tracked.since for key, tracked in self._open.items() if tracked.raised},
         )  # fmt: skip
 
     def _settling(self, snapshot: Snapshot, now: float) -> bool:
@@ -117,7 +117,7 @@ class History:
         previous, last, self._last = self._traits, self._last, found
         silent = settling or any(not isinstance(outcome, Ok) and _value(previous, f"probe {name}") == "answers"
                                  for name, outcome in snapshot.outcomes.items())  # fmt: skip
-        held = dict(previous) | {
+        steady = dict(previous) | {
             key: trait
             for key, trait in found.items()
             if (key[0] in _VERSIONS and not key[1])
@@ -125,9 +125,9 @@ class History:
             or (not silent and (last.get(key) == trait or not previous))
         }
         if not silent:
-            held = {key: trait for key, trait in held.items() if key in found or key in last}
+            steady = {key: trait for key, trait in steady.items() if key in found or key in last}
         if previous:
-            differ = compare(previous, held, same_host=True)
+            differ = compare(previous, steady, same_host=True)
             # If an object is first seen because its probe or driver now answers, it has not appeared.
             answers = any(
                 each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
@@ -136,31 +136,31 @@ class History:
                 part = _part(difference)
                 kind = "version" if part not in ("", "hardware") else "changed"
                 self._add_event(now, kind, difference.message, "" if answers and part == "hardware" else part)
-        self._traits = held
+        self._traits = steady
 
     def _raised(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
         """Return the findings that are raised; a new finding is unknown until it persists."""
-        found: dict[Key, tuple[Finding, ...]] = {}
+        current: dict[Key, tuple[Finding, ...]] = {}
         for check in checks:
             if check.status in ("fail", "warn"):
                 key = check.code, check.subject
-                found[key] = (*found.get(key, ()), check)
+                current[key] = (*current.get(key, ()), check)
         unknown = {(check.code, check.subject) for check in checks if check.status == "unknown"}
-        self._count(found, unknown, now, settling=settling)
-        why = "this host or its driver has just started" if settling else "seen for the first time"
-        open_now = {key: seen for key, seen in self._open.items() if seen.raised}
-        yield from (check for seen in open_now.values() for check in seen.checks)
-        for key, new in found.items():
+        self._count(current, unknown, now, settling=settling)
+        reason = "this host or its driver has just started" if settling else "seen for the first time"
+        open_now = {key: tracked for key, tracked in self._open.items() if tracked.raised}
+        yield from (check for tracked in open_now.values() for check in tracked.checks)
+        for key, new in current.items():
             for check in () if key in open_now else new:
                 yield replace(check, status=Status.UNKNOWN, pending=check.status == "fail",
-                              message=f"{why}, and raised if it persists: {check.message}")  # fmt: skip
+                              message=f"{reason}, and raised if it persists: {check.message}")  # fmt: skip
         raised = {code for code, _ in open_now}
         for check in checks:
             if check.status not in ("fail", "warn") and not (check.status == "pass" and check.code in raised):
                 yield check
 
     def _count(
-        self, found: Mapping[Key, tuple[Finding, ...]], unknown: set[Key], now: float, *, settling: bool
+        self, current: Mapping[Key, tuple[Finding, ...]], unknown: set[Key], now: float, *, settling: bool
     ) -> None:
         """Count the scans of each finding, raise findings that persist, and clear those that are gone.
 
@@ -168,27 +168,27 @@ class History:
         has no check for it at all, for example because an expectation was withdrawn, it is treated like one that
         passes.
         """
-        held = self._open
-        for key, checks in found.items():
+        tracked_findings = self._open
+        for key, checks in current.items():
             if settling and key[0] in _RULES["compared"]:  # counters that rose during the start belong to the start
                 continue
-            seen = held.setdefault(key, TrackedFinding(checks=checks, since=now, scans=0))
-            seen.checks, seen.scans, seen.missing = checks, seen.scans + 1, 0
+            tracked = tracked_findings.setdefault(key, TrackedFinding(checks=checks, since=now, scans=0))
+            tracked.checks, tracked.scans, tracked.missing = checks, tracked.scans + 1, 0
             at_once = key[0] in AT_ONCE
-            if not seen.raised and (at_once or (seen.scans >= SCANS_TO_RAISE and not settling)):
-                seen.raised = True
-                self._add_event(seen.since, "raised", checks[0].message, *key)
-        for key, seen in list(held.items()):
-            if key in found or key in unknown or (key[0], "") in unknown:
+            if not tracked.raised and (at_once or (tracked.scans >= SCANS_TO_RAISE and not settling)):
+                tracked.raised = True
+                self._add_event(tracked.since, "raised", checks[0].message, *key)
+        for key, tracked in list(tracked_findings.items()):
+            if key in current or key in unknown or (key[0], "") in unknown:
                 continue
-            seen.missing, seen.scans = seen.missing + 1, 0
-            if not seen.raised or seen.missing >= SCANS_TO_CLEAR:
-                del held[key]
-                if seen.raised:
-                    self._add_event(now, "cleared", seen.checks[0].message, *key)
+            tracked.missing, tracked.scans = tracked.missing + 1, 0
+            if not tracked.raised or tracked.missing >= SCANS_TO_CLEAR:
+                del tracked_findings[key]
+                if tracked.raised:
+                    self._add_event(now, "cleared", tracked.checks[0].message, *key)
 
-    def _add_event(self, at: float, kind: Any, text: str, code: str = "", subject: str = "") -> None:
-        self._events.append(Event(at_seconds=at, kind=kind, text=text, code=code, subject=subject))
+    def _add_event(self, seconds: float, kind: Any, text: str, code: str = "", subject: str = "") -> None:
+        self._events.append(Event(at_seconds=seconds, kind=kind, text=text, code=code, subject=subject))
 
 
 def _part(difference: Difference) -> str:
@@ -198,21 +198,21 @@ def _part(difference: Difference) -> str:
     if not difference.what and difference.subject in _VERSIONS:
         return _VERSIONS[difference.subject]
     came_or_went = difference.what in ("device", "state") and None in (difference.a, difference.b)
-    whole = not difference.what and difference.subject in _COUNTED
-    return "hardware" if came_or_went or whole or difference.what in ("model", "memory") else ""
+    is_count = not difference.what and difference.subject in _COUNTED
+    return "hardware" if came_or_went or is_count or difference.what in ("model", "memory") else ""
 
 
-def _value(found: Mapping[Key, Trait], subject: str) -> str | None:
-    trait = found.get((subject, ""))
+def _value(traits: Mapping[Key, Trait], subject: str) -> str | None:
+    trait = traits.get((subject, ""))
     return trait.value if trait else None
 
 
-def describe_changes(view: View, most: int = 24) -> list[str]:
+def describe_changes(view: View, limit: int = 24) -> list[str]:
     """Return lines for a page: start times of raised findings, then the newest events."""
-    raised = [f"{_about(code, subject)}: since {clock(at)}{_cause(view, at)}"
-              for (code, subject), at in view.since.items()]  # fmt: skip
+    raised = [f"{_about(code, subject)}: since {clock(since)}{_cause(view, since)}"
+              for (code, subject), since in view.since.items()]  # fmt: skip
     events = []
-    for event in sorted(view.events, key=lambda event: -event.at_seconds)[:most]:
+    for event in sorted(view.events, key=lambda event: -event.at_seconds)[:limit]:
         about = f"{event.kind} {_about(event.code, event.subject)}: " if event.is_finding else ""
         events.append(f"{clock(event.at_seconds)}  {about}{event.text}")
     return [*raised, *events]
@@ -222,7 +222,7 @@ def _about(code: str, subject: str) -> str:
     return f"{code} on {subject}" if subject else code
 
 
-def _cause(view: View, at: float) -> str:
+def _cause(view: View, since: float) -> str:
     """Return the last version change or boot in the day before: ", after driver 550 -> 560 (03:10)"; or ""."""
-    causes = [e for e in view.events if e.kind in ("version", "boot") and at - CAUSE_SECONDS < e.at_seconds <= at]
+    causes = [e for e in view.events if e.kind in ("version", "boot") and since - CAUSE_SECONDS < e.at_seconds <= since]
     return f", after {causes[-1].text} ({clock(causes[-1].at_seconds)})" if causes else ""

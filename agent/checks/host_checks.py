@@ -56,11 +56,11 @@ def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Fin
     needed = {"rdma.uverbs.missing"} if of_job or (pci is not None and pci.container is None) else set()
     for check in checks:
         family = check.code.split(".")[0]
-        why = unread.get(family, "")
+        reason = unread.get(family, "")
         proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
-        if why and check.status in ("pass", "unknown") and not proven:
-            check = replace(check, status=Status.UNKNOWN, message=why)
-        excused = check.code in NOT_REQUIRED.keys() - needed and not why and family not in failed
+        if reason and check.status in ("pass", "unknown") and not proven:
+            check = replace(check, status=Status.UNKNOWN, message=reason)
+        excused = check.code in NOT_REQUIRED.keys() - needed and not reason and family not in failed
         is_required = check.status == "unknown" and family in required and not excused
         yield replace(check, required=True) if is_required else check
 
@@ -69,10 +69,10 @@ def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     """Return the families of checks that devices on this host's bus make required."""
     gpus = snapshot.facts(GpuFacts)
     if pci is None:  # use the GPUs that NVML and sysfs show; one with an address is on a bus that is hidden here
-        shown = {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
-        return shown | {"pci" for gpu in (gpus.gpus if gpus is not None else ()) if gpu.bus_id}
-    shown = {"gpu"} if pci_probe.list_gpus(pci) or pci_probe.list_foreign_accelerators(pci) else set()
-    return shown | ({"rdma"} if pci_probe.list_hcas(pci) else set())
+        families = {"gpu"} if gpus is not None and (gpus.gpus or gpus.driver_error) else set()
+        return families | {"pci" for gpu in (gpus.gpus if gpus is not None else ()) if gpu.bus_id}
+    families = {"gpu"} if pci_probe.list_gpus(pci) or pci_probe.list_foreign_accelerators(pci) else set()
+    return families | ({"rdma"} if pci_probe.list_hcas(pci) else set())
 
 
 def why_no_gpu_read(snapshot: Snapshot) -> str:
@@ -83,8 +83,8 @@ def why_no_gpu_read(snapshot: Snapshot) -> str:
     if facts is None and on_bus:
         return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
     if facts is None:
-        what = _number(foreign, "accelerator")
-        return f"{what} of another vendor on the PCI bus: this release reads NVIDIA's only" if foreign else ""
+        devices = _number(foreign, "accelerator")
+        return f"{devices} of another vendor on the PCI bus: this release reads NVIDIA's only" if foreign else ""
     if any(gpu.error is None for gpu in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
         return ""
     if facts.driver_error:
@@ -106,9 +106,9 @@ def why_no_hca_read(snapshot: Snapshot) -> str:
     return ""
 
 
-def _number(devices: Sequence[object], one: str) -> str:
+def _number(devices: Sequence[object], noun: str) -> str:
     places = [str(getattr(device, "bus_id", "")) for device in devices]
-    return f"{units.count(len(devices), one)} ({units.some(places, most=4)})"
+    return f"{units.count(len(devices), noun)} ({units.some(places, limit=4)})"
 
 
 def _outcome(snapshot: Snapshot, name: str) -> str:
@@ -143,16 +143,16 @@ def check_hosts(
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
         past = tuple(old for old in earlier if old.hostname == snapshot.hostname)
-        found = add_rising_counters(check_node(snapshot, node), past, snapshot)
+        findings = add_rising_counters(check_node(snapshot, node), past, snapshot)
         if isinstance(expected, str):
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip
-            found = (*found, unread)
+            findings = (*findings, unread)
         elif expected:
             from agent.checks.expect import check_expectations
 
-            found = check_expectations(expected, found, snapshot.hostname, (snapshot, node))
-        checks.extend(found)
+            findings = check_expectations(expected, findings, snapshot.hostname, (snapshot, node))
+        checks.extend(findings)
     return without_secrets(checks)
 
 
@@ -182,29 +182,29 @@ def check_snapshot(snapshot: Snapshot) -> tuple[Finding, ...]:
     for probe in ALL:
         outcome = snapshot.outcomes.get(probe.name)
         if isinstance(outcome, Ok):
-            found = check_facts(snapshot, probe, outcome.facts)
+            findings = check_facts(snapshot, probe, outcome.facts)
             unjudged = {code: why for code, why in probe.unjudged(outcome.facts).items() if code in probe.codes}
             judged = [code for code in probe.codes if code not in unjudged]
-            checks.extend(with_passes(snapshot.hostname, found, judged))
-            for code, why in unjudged.items():
-                checks.extend(make_unmeasured((code,), why, snapshot.hostname))
+            checks.extend(with_passes(snapshot.hostname, findings, judged))
+            for code, reason in unjudged.items():
+                checks.extend(make_unmeasured((code,), reason, snapshot.hostname))
         else:
             checks.extend(make_unmeasured(probe.codes, _outcome(snapshot, probe.name), snapshot.hostname))
     checks.extend(with_passes(snapshot.hostname, report_failures(snapshot), SCAN_CODES))
     return tuple(checks)
 
 
-def make_unmeasured(codes: Iterable[str], why: str, node: str = "") -> tuple[Finding, ...]:
+def make_unmeasured(codes: Iterable[str], reason: str, node: str = "") -> tuple[Finding, ...]:
     """Return these checks as not measured: unknown, never a pass."""
-    return tuple(Finding(code=code, status=Status.UNKNOWN, node=node, message=why) for code in codes)
+    return tuple(Finding(code=code, status=Status.UNKNOWN, node=node, message=reason) for code in codes)
 
 
 def with_passes(node: str, findings: Iterable[Finding], codes: Sequence[str]) -> tuple[Finding, ...]:
     """Return the findings with their node, and a pass for each of `codes` that was evaluated without a finding."""
-    found = tuple(replace(finding, node=node) for finding in findings)
-    raised = {finding.code for finding in found}
+    marked = tuple(replace(finding, node=node) for finding in findings)
+    raised = {finding.code for finding in marked}
     passed = (Finding(code=code, status=Status.PASS, node=node) for code in codes if code not in raised)
-    return (*found, *passed)
+    return (*marked, *passed)
 
 
 def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
@@ -215,11 +215,11 @@ def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
         _lower_socket_finding(snapshot, _add_gpu_name(check, names))
         for check in mark_required(snapshot, check_snapshot(snapshot))
     )
-    found = (*of_probes, *check_environment(snapshot, node))
+    findings = (*of_probes, *check_environment(snapshot, node))
     if not node.gpus:
         unread = why_no_gpu_read(snapshot)
         why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        return (*found, *make_unmeasured(topology_check.CODES, why, snapshot.hostname))
+        return (*findings, *make_unmeasured(topology_check.CODES, why, snapshot.hostname))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
     of_topology = topology_check.check(
         node,
@@ -229,10 +229,10 @@ def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     )
     judged = with_passes(snapshot.hostname, of_topology, topology_check.CODES)
     if node.nvlink_known:
-        return (*found, *judged)
+        return (*findings, *judged)
     why = "the NVLinks of these GPUs could not be read"
     links = [c for c in judged if c.status == "pass" and c.code.startswith("topology.nvlink.")]
-    return (*found, *(replace(c, status=Status.UNKNOWN, message=why) if c in links else c for c in judged))
+    return (*findings, *(replace(c, status=Status.UNKNOWN, message=why) if c in links else c for c in judged))
 
 
 def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
@@ -261,9 +261,9 @@ def _role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...
 
     A device whose ports are down is classified by its position, because another card does not become the GPU's rail.
     """
-    known = Pairs(node.pairs)
+    pairs = Pairs(node.pairs)
     nearest = [near for near in node.nearest_nic if near.decidable and near.local]
-    tied = [near for near in nearest if rank(known.label(near.gpu, device.name)) <= rank(near.label)]
+    tied = [near for near in nearest if rank(pairs.label(near.gpu, device.name)) <= rank(near.label)]
     names = {name for near in tied or nearest for name in near.nics} - {device.name}
     others = [each for each in devices if each.name in names]
     best = max(map(_rate, others), default=0.0)
@@ -301,17 +301,17 @@ def _lower_socket_finding(snapshot: Snapshot, check: Finding) -> Finding:
 
 def _add_gpu_name(check: Finding, names: Mapping[str, str]) -> Finding:
     """Add the GPU's name to a check of the PCI probe, which knows only the address."""
-    name, words = names.get(check.subject), check.message.removeprefix("The GPU ")
-    return check if name is None or words == check.message else replace(check, message=f"{name} {words}")
+    name, sentence = names.get(check.subject), check.message.removeprefix("The GPU ")
+    return check if name is None or sentence == check.message else replace(check, message=f"{name} {sentence}")
 
 
 def add_rising_counters(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """Add checks of counters that rose since earlier scans; without an earlier scan these checks are unknown."""
     past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
     if not past:
-        why = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
+        reason = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
-            replace(c, status=Status.UNKNOWN, message=why) if c.code in RISING_CODES and c.status == "pass" else c
+            replace(c, status=Status.UNKNOWN, message=reason) if c.code in RISING_CODES and c.status == "pass" else c
             for c in checks
         )
     risen = with_passes(now.hostname, find_risen(past, now), ())
@@ -323,8 +323,8 @@ def check_environment(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, 
     """Check the NCCL variables that a job would get on this host against the hardware."""
     host = snapshot.facts(HostinfoFacts)
     if host is None or host.nccl_environment is None:
-        why = "the environment of this host was not read"
-        return make_unmeasured(ENVIRONMENT_CODES, why, snapshot.hostname)
+        reason = "the environment of this host was not read"
+        return make_unmeasured(ENVIRONMENT_CODES, reason, snapshot.hostname)
     findings: list[Finding] = []
     for source, environment in {"process": host.nccl_environment, "nccl.conf": host.nccl_conf}.items():
         if environment:
@@ -332,6 +332,6 @@ def check_environment(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, 
             from planner.lint.machine import machine_of
             from planner.lint.script import NamedEnvironment
 
-            named = NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=environment)
-            findings += lint(named, machine=machine_of(snapshot, node))
+            environment_of_process = NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=environment)
+            findings += lint(environment_of_process, machine=machine_of(snapshot, node))
     return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

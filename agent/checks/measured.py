@@ -74,11 +74,11 @@ def is_judged_result(m: Measurement) -> bool:
     return any(bar.name == BASELINE for bar in m.bars) or (bool(m.bars) and is_judged(m.op, m.bytes, len(m.ranks)))
 
 
-def make_baseline_bar(then: float, *more: str) -> Bar:
+def make_baseline_bar(then: float, *notes: str) -> Bar:
     """Return the bar for a baseline value, in bytes/s."""
-    why = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
+    reasons = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
     return Bar(
-        name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*why, *more)
+        name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*reasons, *notes)
     )  # fmt: skip
 
 
@@ -97,24 +97,24 @@ def _compare_with_bars(m: Measurement, node: str, result: BenchResult, snapshots
     value = m.busbw_bytes_per_second
     first = next((bar for bar in m.bars if bar.name != CURRENT), None)
     now = next((bar for bar in m.bars if bar.name == CURRENT), None)
-    known = [bar for bar in m.bars if bar.low is not None]
+    bars = [bar for bar in m.bars if bar.low is not None]
     evidence = tuple(f"{bar.name}: {format_bar(bar)}" for bar in m.bars) + tuple(
         why for bar in m.bars for why in bar.why
     )
-    if not known:
-        why, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
+    if not bars:
+        reason, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"
         rate, size = units.rate(value), units.size(m.bytes)
-        return make_finding(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=why)
-    status = min((judge_bandwidth(value, bar) for bar in known), key=ORDER.index)
-    shown = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in m.bars)
-    measured = f"{units.rate(value)} at {units.size(m.bytes)} of {shown}"
+        return make_finding(key, node, subject=m.op, evidence=evidence, rate=rate, size=size, why=reason)
+    status = min((judge_bandwidth(value, bar) for bar in bars), key=ORDER.index)
+    listed = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in m.bars)
+    measured = f"{units.rate(value)} at {units.size(m.bytes)} of {listed}"
     if status == "pass":
         case = "open" if first is None or first.low is None else "pass"
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
-    case, words = _find_cause(m, first, now, result, snapshots)
+    case, fields = _find_cause(m, first, now, result, snapshots)
     fabric = result.evidence.fabric if result.evidence and case in _PROVES else ()
     evidence = (*_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
-    return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **words)
+    return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **fields)
 
 
 def format_expected(m: Measurement) -> str:
@@ -143,8 +143,8 @@ def _find_cause(
     hosts, value = len(set(m.hosts)), m.busbw_bytes_per_second
     if first and first.ring_high and value <= first.ring_high and (first.low or 0.0) > value:
         return " nvls", {"ring": units.rate(first.ring_high)}
-    due = (first.low if first else None) or 0.0
-    if now is not None and now.low is not None and now.low <= value and now.low < due:
+    expected = (first.low if first else None) or 0.0
+    if now is not None and now.low is not None and now.low <= value and now.low < expected:
         missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
         return " links", {"missing": "; ".join(missing) or _describe_difference(first, now)}
     remote = result.evidence.inter_node_transport if result.evidence else None
@@ -152,15 +152,15 @@ def _find_cause(
         return " mnnvl", {"hosts": hosts, "domain": result.nvlink_domains[0], "by": remote or "another way"}
     if hosts > 1:
         nccl = m.backend == "nccl"
-        one = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
-        return " hosts", {"hosts": hosts, "one": one}
+        hint = "NIC at a time with NCCL_IB_HCA" if nccl else "interface at a time with GLOO_SOCKET_IFNAME"
+        return " hosts", {"hosts": hosts, "one": hint}
     return "", {}
 
 
 def _describe_difference(first: Bar | None, now: Bar) -> str:
-    due = [why for why in (first.why if first else ()) if why not in now.why]
-    have = [why for why in now.why if first is None or why not in first.why]
-    return f"{have[0]}, where {due[0]}" if have and due else "fewer than on its equals"
+    lost = [reason for reason in (first.why if first else ()) if reason not in now.why]
+    have = [reason for reason in now.why if first is None or reason not in first.why]
+    return f"{have[0]}, where {lost[0]}" if have and lost else "fewer than on its equals"
 
 
 # The checks of a benchmark and of a run.
@@ -221,8 +221,8 @@ def _check_complete(result: BenchResult, node: str) -> Finding:
         done = units.count(len(result.measurements), "size")
         key = "bench.run.incomplete stopped"
         return make_finding(key, node, evidence=result.problems, signal=result.stopped_by, done=done)
-    why = "; ".join(result.problems) or "ended early"
-    return make_finding("bench.run.incomplete", node, evidence=result.problems, why=why)
+    reason = "; ".join(result.problems) or "ended early"
+    return make_finding("bench.run.incomplete", node, evidence=result.problems, why=reason)
 
 
 def require_measured(checks: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -241,33 +241,33 @@ def _check_stragglers(result: BenchResult, node: str) -> list[Finding]:
     if not result.stragglers:
         return [make_finding("bench.rank.slow pass", node)]
     return [
-        make_finding("bench.rank.slow", node, subject=f"rank {late.rank} on {late.host}", late=late,
-             evidence=(late.why,) if late.why else (), seconds=units.seconds(late.late_seconds))
-        for late in result.stragglers
+        make_finding("bench.rank.slow", node, subject=f"rank {straggler.rank} on {straggler.host}", late=straggler,
+             evidence=(straggler.why,) if straggler.why else (), seconds=units.seconds(straggler.late_seconds))
+        for straggler in result.stragglers
     ]  # fmt: skip
 
 
 def _check_evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: str) -> list[Finding]:
-    found = result.evidence
-    if found is None:
-        why = f"the {result.backend} backend leaves no NCCL log to read"
-        return list(make_unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), why))
-    sent, received = found.send, found.receive
+    log = result.evidence
+    if log is None:
+        reason = f"the {result.backend} backend leaves no NCCL log to read"
+        return list(make_unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), reason))
+    sent, received = log.send, log.receive
     noun = "channel" if max(sent.total, received.total) == 1 else "channels"
-    seen = [
+    counts_seen = [
         f"{word} {side.gdrdma}/{side.total}" for word, side in (("send", sent), ("receive", received)) if side.total
     ]
     could = is_gdrdma_possible(snapshots)
-    status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(found.gdrdma, Status.FAIL if could else Status.INFO)
+    status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(log.gdrdma, Status.FAIL if could else Status.INFO)
     gdrdma = make_finding(
         "evidence.gdrdma.off" if could else "evidence.gdrdma.off impossible", node, status,
-        evidence=_lines(found.proof[:4]), gdrdma=found.gdrdma,
-        counts=f"{', '.join(seen)} {noun}" if seen else "no channel seen",
+        evidence=_lines(log.proof[:4]), gdrdma=log.gdrdma,
+        counts=f"{', '.join(counts_seen)} {noun}" if counts_seen else "no channel seen",
     )  # fmt: skip
     problems = [
         make_finding("evidence.log.problem", node, Status(problem.severity), subject=problem.code,
              evidence=_lines(problem.lines[:3]), problem=problem)
-        for problem in found.problems
+        for problem in log.problems
     ]  # fmt: skip
     return [gdrdma, *(problems or [make_finding("evidence.log.problem pass", node)])]
 
@@ -276,10 +276,10 @@ def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
     return tuple(f"line {line.line}: {line.text}" for line in proof)
 
 
-def check_run(record: RunRecord | None, node: str, why: str) -> tuple[Finding, ...]:
+def check_run(record: RunRecord | None, node: str, reason: str) -> tuple[Finding, ...]:
     """Return the checks of a run; `why` says why there is no record."""
     if record is None:
-        return (make_finding("run.failed none", node, why=why), *make_unmeasured(RUN_CODES[1:], why))
+        return (make_finding("run.failed none", node, why=reason), *make_unmeasured(RUN_CODES[1:], reason))
     ended = "run.failed pass" if record.status == "complete" else "run.failed"
     layout = "" if record.status == "mismatch" else " unknown" if record.layout.effective is None else " pass"
     loss = " unknown"
@@ -335,15 +335,15 @@ def read_baseline(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
     if path is None:
         return Baseline()
     try:
-        found = _read_baseline(path)
+        baseline = _read_baseline(path)
     except (AttributeError, KeyError, TypeError) as error:  # a report without a member that every report has
         raise GateError(f"--baseline {path}: {error!r}") from None
     except (OSError, ValueError) as error:
         raise GateError(f"--baseline {path}: {getattr(error, 'strerror', None) or error}") from None
-    if needs and not any(getattr(found, name) for name in needs):
-        words = " or ".join(_MEMBERS[name] for name in needs)
-        raise GateError(f"--baseline {path}: contains no {words}; give a file that --save of the same command wrote")
-    return found
+    if needs and not any(getattr(baseline, name) for name in needs):
+        members = " or ".join(_MEMBERS[name] for name in needs)
+        raise GateError(f"--baseline {path}: contains no {members}; give a file that --save of the same command wrote")
+    return baseline
 
 
 def _read_baseline(path: Path) -> Baseline:
@@ -385,29 +385,29 @@ def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> t
     """
     now = {snapshot.hostname: facts for snapshot in snapshots if (facts := snapshot.facts(PciFacts))}
     alias = _match_single_node(now, baseline.buses)
-    found = []
+    findings = []
     for node, facts in now.items():
         before = baseline.buses.get(alias.get(node, node))
-        for key, words, listed in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
+        for key, noun, listed in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
             earlier = {device.bus_id for device in listed(before)} if before else set()
             have = {device.bus_id for device in listed(facts)}
             if len(have) < len(earlier):
                 lost = ", ".join(sorted(earlier - have))
-                found.append(make_finding(
+                findings.append(make_finding(
                     f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(earlier)}", have=len(have), had=len(earlier),
-                    words=f"{words}{'' if len(have) == 1 else 's'}", one=words, lost=lost,
+                    words=f"{noun}{'' if len(have) == 1 else 's'}", one=noun, lost=lost,
                 ))  # fmt: skip
-    return tuple(found)
+    return tuple(findings)
 
 
 def _select_worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
-    held: dict[Key, Status] = {}
+    worst: dict[Key, Status] = {}
     for check in checks:
         key = str(check["code"]), str(check["node"]), str(check["subject"])
         if check["status"] not in ORDER:
             raise ValueError(f"status {check['status']!r}: must be one of {', '.join(ORDER)}")
-        held[key] = min(check["status"], held.get(key, check["status"]), key=ORDER.index)
-    return held
+        worst[key] = min(check["status"], worst.get(key, check["status"]), key=ORDER.index)
+    return worst
 
 
 def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tuple[Finding, ...]:
@@ -422,8 +422,8 @@ def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Stat
     def judged(check: Finding) -> Finding:
         node = alias.get(check.node, check.node)
         if check.status == "unknown" and (check.code, node) in passed:
-            why = f"passed in the baseline, not measured now: {check.message}"
-            return replace(check, status=Status.FAIL, message=why)
+            reason = f"passed in the baseline, not measured now: {check.message}"
+            return replace(check, status=Status.FAIL, message=reason)
         before = baseline.get((check.code, node, check.subject))
         if check.status in ("fail", "warn") and before is not None and ORDER.index(before) <= ORDER.index(check.status):
             return replace(check, status=Status.INFO, message=f"{IN_BASELINE}{check.message}")
@@ -434,17 +434,17 @@ def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Stat
 
 def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
     """Add a bar from the baseline before the other bars of each measurement, at the largest size that both have."""
-    known = [m for m in result.measurements if before.get(_measured_as(m))]
-    largest = {(m.op, len(m.ranks)): m.bytes for m in sorted(known, key=lambda m: m.bytes)}
-    made = []
+    comparable = [m for m in result.measurements if before.get(_measured_as(m))]
+    largest = {(m.op, len(m.ranks)): m.bytes for m in sorted(comparable, key=lambda m: m.bytes)}
+    measurements = []
     for m in result.measurements:
-        if m in known and largest[m.op, len(m.ranks)] == m.bytes:
+        if m in comparable and largest[m.op, len(m.ranks)] == m.bytes:
             then = before[_measured_as(m)]
             bar = make_baseline_bar(then)
-            rest = tuple(each for each in m.bars if each.name != BASELINE)
-            m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=bar.why)
-        made.append(m)
-    return replace(result, measurements=tuple(made))
+            others = tuple(each for each in m.bars if each.name != BASELINE)
+            m = replace(m, bars=(bar, *others), expected_busbw_bytes_per_second=then, expectation=bar.why)
+        measurements.append(m)
+    return replace(result, measurements=tuple(measurements))
 
 
 def _measured_as(m: Measurement) -> tuple[str, int, int, str]:

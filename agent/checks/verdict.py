@@ -52,7 +52,7 @@ class Verdict:
 
 
 def select(
-    checks: Iterable[Finding], *, require: Sequence[str] = (), skip: Sequence[str] = (), known: Iterable[str] = ()
+    checks: Iterable[Finding], *, require: Sequence[str] = (), skip: Sequence[str] = (), codes: Iterable[str] = ()
 ) -> tuple[Finding, ...]:
     """Remove skipped checks and mark required ones; patterns are shell-style: "rdma.*".
 
@@ -60,7 +60,7 @@ def select(
     pass. A required check without any result is added as unknown.
     """
     checks = tuple(checks)
-    names = {check.code for check in checks} | set(known)
+    names = {check.code for check in checks} | set(codes)
 
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -94,10 +94,10 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
     listed = _count_listed(checks)
     prefix = f"{aside}; " if (aside := describe_unchecked_gpus(checks)) else ""
 
-    def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, why: str) -> Verdict:
+    def verdict(word: Literal["pass", "warn", "fail", "unknown"], exit_code: int, summary: str) -> Verdict:
         code = EXIT_INTERRUPTED if stopped == "SIGINT" else exit_code
-        counts: dict[str, int] = {status: len(found) for status, found in results.items()}
-        return Verdict(word=word, exit_code=code, why=why, counts=counts, listed=listed)
+        counts: dict[str, int] = {status: len(checks) for status, checks in results.items()}
+        return Verdict(word=word, exit_code=code, why=summary, counts=counts, listed=listed)
 
     if results[Status.FAIL]:
         why = units.tally({status: listed[status] for status in (Status.FAIL, Status.WARN)})
@@ -125,12 +125,12 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
 
 def describe_unchecked_gpus(checks: Iterable[Finding]) -> str:
     """Return a warning if hosts were checked without their GPUs, because a pass then does not cover them; else ""."""
-    known: dict[str, bool] = {}
+    judged_by_node: dict[str, bool] = {}
     for check in checks:
         if check.code.startswith("gpu.") and not check.code.endswith(".probe.failed") and check.node:
-            known[check.node] = known.get(check.node, False) or check.status != "unknown"
-    without = [node for node, judged in known.items() if not judged]
-    if without and len(without) == len(known):
+            judged_by_node[check.node] = judged_by_node.get(check.node, False) or check.status != "unknown"
+    without = [node for node, judged in judged_by_node.items() if not judged]
+    if without and len(without) == len(judged_by_node):
         return "no GPU was checked"
     return units.some(without, "no GPU was checked on ", 4)
 
@@ -141,8 +141,8 @@ def _name_unmeasured(checks: Sequence[Finding]) -> str:
     for check in checks:
         by_reason.setdefault((check.code.split(".")[0], check.message.rstrip(".")), set()).add(check.code)
     return ", ".join(sorted({
-        f"{family}.* ({why})" if len(codes) > MANY_CODES else ", ".join(sorted(codes))
-        for (family, why), codes in by_reason.items()
+        f"{family}.* ({reason})" if len(codes) > MANY_CODES else ", ".join(sorted(codes))
+        for (family, reason), codes in by_reason.items()
     }))  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
 def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
-    full = {(node, name_subject(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
+    full = {(node, name_subject(gpu)) for node, gpu_facts in facts for gpu in gpu_facts.gpus if is_full(gpu)}
     return tuple(
         replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
         if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full

@@ -81,29 +81,29 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     progress = Progress()
     before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
     perftest.require_program()
-    (found,) = read_snapshots((), ALL, stop=stop)
-    ports = select_ports(found, options["devices"])
+    (snapshot,) = read_snapshots((), ALL, stop=stop)
+    ports = select_ports(snapshot, options["devices"])
     if not ports:
-        print_text(f"{found.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
-        _report_low(_causes(found))
+        print_text(f"{snapshot.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
+        _report_low(_causes(snapshot))
         return EXIT_FAILED
-    named = ", ".join(map(str, ports))
+    listed = ", ".join(map(str, ports))
     with processes.lock_host():
         if options["rdma"] == "listen":
-            progress.step(f"listen: {named}, up to {units.seconds(seconds)} for each to be written to")
+            progress.step(f"listen: {listed}, up to {units.seconds(seconds)} for each to be written to")
             served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
             for problem in problems:
                 print_text(problem, err=True)
-            _report_low(_causes(found) if problems else ())
+            _report_low(_causes(snapshot) if problems else ())
             if signal.SIGINT.name in received:
                 return EXIT_INTERRUPTED
             return EXIT_PASS if served and not problems else EXIT_FAILED
-        progress.step(f"measure: writes of {named} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
+        progress.step(f"measure: writes of {listed} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
         result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
-    result = with_bars(result, found, before)
+    result = with_bars(result, snapshot, before)
     emit(result, form, lambda out: measured.print_rdma_writes(out, result))
     save_document(save, result)
-    well = _report_low([*check_writes(result, before), *([] if result.complete else _causes(found))])
+    well = _report_low([*check_writes(result, before), *([] if result.complete else _causes(snapshot))])
     if signal.SIGINT.name in received:
         return EXIT_INTERRUPTED
     return EXIT_PASS if well and result.complete else EXIT_FAILED
@@ -119,8 +119,8 @@ def _causes(found: Snapshot) -> list[Finding]:
 def _bench_exit(result: BenchResult, well: bool) -> int:
     if result.stopped_by == signal.SIGINT.name:
         return EXIT_INTERRUPTED
-    whole = result.complete and result.measurements and all(m.verified for m in result.measurements)
-    return EXIT_PASS if whole and well else EXIT_FAILED
+    is_complete = result.complete and result.measurements and all(m.verified for m in result.measurements)
+    return EXIT_PASS if is_complete and well else EXIT_FAILED
 
 
 @command("search")
@@ -146,21 +146,21 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
         sys.exit(EXIT_INTERRUPTED)
     if result is None:
         return
-    found, lines, measured = job.make_findings(result), job.summarise(result), plain.write(result)
+    findings, lines, measured = job.make_findings(result), job.summarise(result), plain.write(result)
     result_store.save_search_result(measured)
-    document = {**measured, "findings": found, "summary": lines, "affinity": job.build_affinity(result)}
+    document = {**measured, "findings": findings, "summary": lines, "affinity": job.build_affinity(result)}
     if form == "table":
         print_text(lines[0])
-        print_findings(console(), found, everything=verbose)
+        print_findings(console(), findings, everything=verbose)
         print_text("\n".join(lines[1:]))
     else:
         print_text(job.format_slurm_hosts(result) if form == "slurm" else render(document, form), nl=False)
     save_document(save, document)
     if picture is not None:
-        write_result(picture, job.draw_pairs(result), named=f"--picture {picture}")
-    if any(one.status in ("fail", "warn") for one in found):
+        write_result(picture, job.draw_pairs(result), label=f"--picture {picture}")
+    if any(finding.status in ("fail", "warn") for finding in findings):
         sys.exit(EXIT_FAILED)
-    sys.exit(EXIT_UNKNOWN if found else EXIT_PASS)
+    sys.exit(EXIT_UNKNOWN if findings else EXIT_PASS)
 
 
 @command("calibrate")
@@ -173,11 +173,11 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
     hosts, seconds = read_snapshots((), ALL), options["budget"]
     copies = options["ranks"] or count_default_ranks(hosts)
     Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
-    found = calibrate_host(
+    calibration = calibrate_host(
         Request.of(model=model, sequence_length=sequence_length, method=options["method"]), copies,
         tokens=options["tokens"] or sequence_length, gpu=has_gpu(hosts), budget_seconds=seconds,
     )  # fmt: skip
-    text = render(found, "json")
+    text = render(calibration, "json")
     if target is None:
         print_text(text, nl=False)
     else:
@@ -214,32 +214,32 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     folder: Path = options["folder"]
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("networks.svg", networks.draw_bars(found)), ("networks.json", render(found, "json"))):
-        write_result(folder / name, content, named=f"--report {folder}")
+        write_result(folder / name, content, label=f"--report {folder}")
     emit(found, form, lambda out: show_networks(out, found, verbose=verbose))
     print_text(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
     sys.exit(found.exit_code)
 
 
-def show_networks(out: Console, found: NetworkBars, *, verbose: bool = False) -> None:
+def show_networks(out: Console, comparison: NetworkBars, *, verbose: bool = False) -> None:
     """Print the verdict and the bars; if `verbose`, also the evidence."""
     from rich.markup import escape
 
     from agent.base.lines import grid
     from agent.jobs.networks import label_bar
 
-    steps = [bar.step_seconds for bar in found.bars if bar.step_seconds]
+    steps = [bar.step_seconds for bar in comparison.bars if bar.step_seconds]
     best, longest = min(steps, default=0.0), max(steps, default=1.0)
-    out.print(escape(_verdict_on_networks(found, verbose=verbose)))
-    out.print(f"[dim]{escape(found.title)}[/dim]")
+    out.print(escape(_verdict_on_networks(comparison, verbose=verbose)))
+    out.print(f"[dim]{escape(comparison.title)}[/dim]")
     rows = grid(2, 3)
-    for bar in found.bars:
-        words = "\n".join(label_bar(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
+    for bar in comparison.bars:
+        text = "\n".join(label_bar(bar, best)) if bar.step_seconds else f"{bar.status}: {bar.why}"
         block = "█" * max(1, round(_BAR_WIDTH * bar.step_seconds / longest)) if bar.step_seconds else ""
-        rows.add_row(escape(bar.network), block, escape(words))
+        rows.add_row(escape(bar.network), block, escape(text))
     out.print(rows)
     if verbose:
-        out.print(escape(found.where))
-        for bar in filter(lambda bar: bar.step_seconds, found.bars):
+        out.print(escape(comparison.where))
+        for bar in filter(lambda bar: bar.step_seconds, comparison.bars):
             rate = f"; measured before: {units.rate(bar.busbw_bytes_per_second)}" if bar.busbw_bytes_per_second else ""
             line = f"{bar.network}: {bar.description}; proven by {'; '.join(bar.proof)}{rate}"
             out.print(escape(line), highlight=False)
@@ -254,7 +254,7 @@ def _verdict_on_networks(found: NetworkBars, *, verbose: bool) -> str:
         return f"{mark} not every network was measured: {', '.join(wrong)} → see the reasons below"
     if len(ran) < 2:
         return f"? {len(ran)} network ran: nothing to compare → add another with --over"
-    first, *rest = ran
-    times = ", ".join(f"{bar.network} {(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x" for bar in rest)
-    more = "" if verbose else " (-v shows the proof)"
-    return f"✓ {first.network} is the fastest ({times} as long) → use it for the job{more}"
+    first, *slower = ran
+    times = ", ".join(f"{bar.network} {(bar.step_seconds or 0) / (first.step_seconds or 1):.3g} x" for bar in slower)
+    hint = "" if verbose else " (-v shows the proof)"
+    return f"✓ {first.network} is the fastest ({times} as long) → use it for the job{hint}"

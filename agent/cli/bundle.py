@@ -75,15 +75,15 @@ def bundle(
 def collect_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:
     """Return the files of this host, by name in its folder."""
     checks = sort_worst_first(check_scans((snapshot,)))
-    found: Files = {
+    files: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
         "findings.json": _json(to_document([check for check in checks if check.status != "pass"])),
         "versions.json": _json({"topoflight": version(), "python": platform.python_version(), "at": time.time(),
                                 "packages": dict(_versions())}),
     }  # fmt: skip
     for path in sorted([*state.glob("*.json"), *state.glob("runs/*.json")])[:128]:
-        found |= _document(f"state/{path.relative_to(state).as_posix()}", partial(_read, path))
-    return found
+        files |= _document(f"state/{path.relative_to(state).as_posix()}", partial(_read, path))
+    return files
 
 
 def _json(value: Any) -> bytes:
@@ -102,10 +102,10 @@ def _read(path: Path) -> Any:
     return loads(bounded.read_text(path, MOST_FILE_BYTES), unknown_numbers=True)
 
 
-def _document(name: str, made: Callable[[], Any]) -> Files:
+def _document(name: str, make: Callable[[], Any]) -> Files:
     """Return a JSON document under this name; if it cannot be created, a file with the reason."""
     try:
-        return {name: _json(made())}
+        return {name: _json(make())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BundleError) as error:
         return {f"{name}.txt": f"not read: {redact(str(error))}\n".encode()}
 
@@ -132,36 +132,36 @@ def folder_name(host: str) -> str:
 
 def unpack_bundle(content: bytes) -> dict[str, Files]:
     """Read the files of a bundle, by host. Raises BundleError."""
-    found: dict[str, Files] = {}
+    hosts: dict[str, Files] = {}
     try:
         files = bounded.zip_files(content, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, lambda path: ".." not in path)
         for path, data in files:
             host, _, name = path.partition("/")
             if name:
-                found.setdefault(folder_name(host), {})[name] = data
+                hosts.setdefault(folder_name(host), {})[name] = data
     except (bounded.ArchiveError, bounded.TooLargeError) as error:
         raise BundleError(f"not a bundle: {error}") from None
-    return found
+    return hosts
 
 
 # A whole cluster, through `kubectl`: exec into the agents' pods, read their logs, nodes and records.
 
 
-def collect_cluster(namespace: str, context: str | None, wanted: Sequence[str]) -> dict[str, Files]:
+def collect_cluster(namespace: str, context: str | None, nodes: Sequence[str]) -> dict[str, Files]:
     """Return a folder per node, and `cluster`. Errors are written to the node's `error.txt`. Raises BundleError."""
     base = ["kubectl", *(["--context", context] if context else []), "-n", namespace]
     agents = _listed([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"]
     pods = {str(pod["spec"]["nodeName"]): str(pod["metadata"]["name"]) for pod in agents if pod["spec"].get("nodeName")}
-    if unknown := [name for name in wanted if name not in pods]:
+    if unknown := [name for name in nodes if name not in pods]:
         raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
-    chosen = {node: pod for node, pod in pods.items() if not wanted or node in wanted}
-    found: dict[str, Files] = {"cluster": {}}
+    selected = {node: pod for node, pod in pods.items() if not nodes or node in nodes}
+    hosts: dict[str, Files] = {"cluster": {}}
     for kind in _TABLE["kinds"]:
-        found["cluster"] |= _document(f"{kind}.json", partial(_listed, [*base, "get", kind]))
+        hosts["cluster"] |= _document(f"{kind}.json", partial(_listed, [*base, "get", kind]))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        each = pool.map(partial(_node, base), chosen, chosen.values())
-        found |= dict(zip(chosen, each, strict=True))
-    return found
+        each = pool.map(partial(_node, base), selected, selected.values())
+        hosts |= dict(zip(selected, each, strict=True))
+    return hosts
 
 
 def _node(base: list[str], node: str, pod: str) -> Files:
@@ -177,13 +177,13 @@ def _node(base: list[str], node: str, pod: str) -> Files:
     return {**files, "log.txt": redact(log.decode(errors="replace")).encode()}
 
 
-def _listed(words: Sequence[str]) -> Any:
-    return json.loads(_kubectl([*words, "-o", "json"]))
+def _listed(command: Sequence[str]) -> Any:
+    return json.loads(_kubectl([*command, "-o", "json"]))
 
 
-def _kubectl(words: Iterable[str]) -> bytes:
+def _kubectl(command: Iterable[str]) -> bytes:
     try:
-        done = subprocess.run(list(words), capture_output=True, timeout=NODE_SECONDS, check=False)
+        done = subprocess.run(list(command), capture_output=True, timeout=NODE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BundleError(f"kubectl: {error}") from None
     if done.returncode:

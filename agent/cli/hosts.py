@@ -84,7 +84,7 @@ def _only(path: Path) -> Snapshot:
     """Return the host of a recording, by its own name. Raises UsageError if the file contains several hosts."""
     from probes.registry import ALL
 
-    found = read_snapshots((path,), ALL)
-    if len(found) != 1:
-        raise click.UsageError(f"{path}: holds {len(found)} hosts; diff compares two, and --fleet a folder of many")
-    return found[0]
+    snapshots = read_snapshots((path,), ALL)
+    if len(snapshots) != 1:
+        raise click.UsageError(f"{path}: holds {len(snapshots)} hosts; diff compares two, and --fleet a folder of many")
+    return snapshots[0]

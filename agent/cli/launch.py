@@ -56,16 +56,16 @@ def launch(
     options["storage_rate"] = storage_rate(options["storage_rate"])  # bytes per second
     if options["api"] == "slurm" and form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
-    shown = (form or "yaml") if dry_run else None
+    dry_form = (form or "yaml") if dry_run else None
     if script is not None:
-        _launch_script(script, arguments, folder or Path("script-output"), timeout, shown, options)
+        _launch_script(script, arguments, folder or Path("script-output"), timeout, dry_form, options)
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
-    found = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
+    snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     request = job_settings.build_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
-    advice, options["trainer"], why = job_settings.choose_trainer(
-        request, options["config"], options["overrides"], options["trainer"], found
+    advice, options["trainer"], reason = job_settings.choose_trainer(
+        request, options["config"], options["overrides"], options["trainer"], snapshots
     )
     advice = with_fsdp(advice)
     for line in advice.unknowns:
@@ -73,9 +73,9 @@ def launch(
             print_text(f"note: {line}", err=True)
     if advice.chosen is None:
         print_rejected(console(), advice)
-        raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), why))))
-    if why:
-        print_text(why, err=True)
+        raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), reason))))
+    if reason:
+        print_text(reason, err=True)
     if not options["over"] and advice.total_seconds is not None:  # its duration is known
         for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
@@ -83,15 +83,15 @@ def launch(
         settings = job_settings.read_settings(options["config"], options["overrides"], options["trainer"]).explicit
         folder = Path(settings.get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
-        _launch_on_slurm(advice, found, folder, shown, options)
+        _launch_on_slurm(advice, snapshots, folder, dry_form, options)
     elif options["api"] != "local":
-        _launch_on_cluster(advice, found, shown, options)
+        _launch_on_cluster(advice, snapshots, dry_form, options)
     else:
-        _launch_locally(advice, advice.chosen.layout, found, folder, timeout, shown, options)
+        _launch_locally(advice, advice.chosen.layout, snapshots, folder, timeout, dry_form, options)
 
 
 def _launch_on_cluster(
-    advice: Recommendation, found: Sequence[Snapshot], form: str | None, options: dict[str, Any]
+    advice: Recommendation, snapshots: Sequence[Snapshot], form: str | None, options: dict[str, Any]
 ) -> None:
     """Print the job in `form`, or create it if `form` is None."""
     from agent.advice.advise import adapt_to_pods
@@ -102,18 +102,18 @@ def _launch_on_cluster(
 
     cluster_job.refuse_untrainable(advice, options)
     # without --host this machine was scanned: a pod of the node, or the administrator's machine
-    advice, left_out = adapt_to_pods(advice, found, here=not options["hosts"] and not options["machine"])
-    advice = cluster_job.add_rails(advice, options, found)
+    advice, left_out = adapt_to_pods(advice, snapshots, here=not options["hosts"] and not options["machine"])
+    advice = cluster_job.add_rails(advice, options, snapshots)
     if options["no_compute_domain"]:
         advice = cluster_job.without_compute_domain(advice)
     spec = cluster_job.build_spec(advice, options)
-    plan = cluster_job.build_plan(advice, options, found)
-    made = cluster_job.build_documents(spec, options["api"], plan)
-    documents = (*cluster_job.build_claim(options), *made)
+    plan = cluster_job.build_plan(advice, options, snapshots)
+    documents_of_job = cluster_job.build_documents(spec, options["api"], plan)
+    documents = (*cluster_job.build_claim(options), *documents_of_job)
     if options["with_network"]:
-        network = networks.from_snapshots(found, namespace=spec.namespace, host_mofed=options["host_mofed"])
+        network = networks.from_snapshots(snapshots, namespace=spec.namespace, host_mofed=options["host_mofed"])
         documents = (*networks.network(network), *documents)
-    of_network = cluster_job.list_network_warnings(found, options["host_mofed"]) if options["with_network"] else ()
+    of_network = cluster_job.list_network_warnings(snapshots, options["host_mofed"]) if options["with_network"] else ()
     notice = describe_grace(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options["storage_rate"])
     for line in filter(None, (*plan.notes, *left_out, notice)):
         print_text(f"note: {line}", err=True)
@@ -133,13 +133,13 @@ def _launch_on_cluster(
 
 
 def _launch_on_slurm(
-    advice: Recommendation, found: Sequence[Snapshot], folder: Path, form: str | None, options: dict[str, Any]
+    advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, form: str | None, options: dict[str, Any]
 ) -> None:
     """Print the batch script, or submit it if `form` is None."""
     from agent.jobs import slurm
 
     folder = folder.absolute()
-    script, notes = slurm.build_script(advice, found, folder, options)
+    script, notes = slurm.build_script(advice, snapshots, folder, options)
     if form:
         print_text(script, nl=False)
         if not folder.is_dir():
@@ -168,16 +168,16 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
             print_text(f"warning: the API server says: {text}", err=True)
 
 
-def _print_plan(plan: JobPlan, words: Sequence[str], notes: Iterable[str], form: str) -> None:
+def _print_plan(plan: JobPlan, command: Sequence[str], notes: Iterable[str], form: str) -> None:
     """Print the plan and the command of a job, instead of starting it."""
     for line in notes:
         print_text(f"note: {line}", err=True)
     print_text(render(plain.write(plan), form), nl=False)
-    print_text("# " + shlex.join(words), err=form == "json")  # JSON has no comments
+    print_text("# " + shlex.join(command), err=form == "json")  # JSON has no comments
 
 
 def _pass_gate(
-    found: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
+    snapshots: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
 ) -> None:
     """Check this host with the job's settings before it starts; with --measure also benchmark it, for a few seconds.
 
@@ -190,11 +190,11 @@ def _pass_gate(
     if options["no_preflight"]:
         return
     progress.step("preflight: checking this host")
-    view = build_view([with_environment(one, settings) for one in found])
+    view = build_view([with_environment(snapshot, settings) for snapshot in snapshots])
     _require_pass(view.checks, options)
     if options["measure"]:
         with stop_on_signals(signal.SIGTERM) as (stop, _):
-            result = measure(found[0], ranks, progress, stop, quick=True, environment=settings)
+            result = measure(snapshots[0], ranks, progress, stop, quick=True, environment=settings)
         checks = with_bench(view, result).checks
         _require_pass(checks if result.stopped_by else require_measured(checks), options, result.stopped_by or "")
 
@@ -204,7 +204,7 @@ def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: s
     from agent.checks.measured import ALL_CODES
     from agent.checks.verdict import judge, select
 
-    checks = select(checks, require=options["require"], known=ALL_CODES)
+    checks = select(checks, require=options["require"], codes=ALL_CODES)
     verdict = judge(checks, stopped=stopped)
     if verdict.exit_code == EXIT_PASS:
         return
@@ -229,15 +229,15 @@ def _launch_script(
         open_regular(script).close()
     except OSError as error:
         raise InputError(f"--script {script}: {error.strerror}") from None
-    found = read_snapshots(options["hosts"], ALL, root=options["root"])
-    plan = trainer.build_plan(script, arguments, found, options, folder)
+    snapshots = read_snapshots(options["hosts"], ALL, root=options["root"])
+    plan = trainer.build_plan(script, arguments, snapshots, options, folder)
     if form:
         _print_plan(plan.document, plan.words, plan.notes, form)
         return
     for line in plan.notes:
         print_text(f"note: {line}", err=True)
     record = _run_here(
-        found, options, folder, plan.document.environment, plan.ranks,
+        snapshots, options, folder, plan.document.environment, plan.ranks,
         f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),
     )  # fmt: skip
     measured.print_comparison(console(), record)
@@ -245,7 +245,7 @@ def _launch_script(
 
 
 def _launch_locally(
-    advice: Recommendation, layout: Layout, found: Sequence[Snapshot], folder: Path, timeout: float, form: str | None,
+    advice: Recommendation, layout: Layout, hosts: Sequence[Snapshot], folder: Path, timeout: float, form: str | None,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Print the plan of the job in `form`, or run it if `form` is None."""
@@ -261,7 +261,7 @@ def _launch_locally(
     if notice := describe_grace(advice, "the ranks", seconds, GRACE_SECONDS, options["storage_rate"]):
         print_text(f"note: {notice}", err=True)
     record = _run_here(
-        found, options, folder, {setting.name: setting.value for setting in advice.settings},
+        hosts, options, folder, {setting.name: setting.value for setting in advice.settings},
         layout.world_size, layout.family,
         lambda note: launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=note),
     )  # fmt: skip
@@ -270,7 +270,7 @@ def _launch_locally(
 
 
 def _run_here(
-    found: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
+    hosts: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
     train: Callable[[Callable[[str], None]], FinishedJob],
 ) -> RunRecord:  # fmt: skip
     """Check this host, run the job on it, and return its stored record.
@@ -282,7 +282,7 @@ def _run_here(
 
     require_writable("--output", folder, folder=True)
     progress = Progress()
-    _pass_gate(found, options, settings, ranks, progress)
+    _pass_gate(hosts, options, settings, ranks, progress)
     progress.step(f"launch: {title}")
     done = train(progress.note)
     if done.record is not None:
@@ -324,16 +324,16 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"{describe_source(source)}: not UTF-8: {error}") from None
-    found = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
+    snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
-    made, notes = (add_to_script if is_script else wrap_manifest)(text, found, options)
-    print_text(_difference(text, made, source, str(output or source)), nl=False)
+    wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, snapshots, options)
+    print_text(_difference(text, wrapped, source, str(output or source)), nl=False)
     for line in notes:
         print_text(f"note: {line}", err=True)
-    if made == text:
+    if wrapped == text:
         print_text("nothing to add", err=True)
-    for path in filter(None, (output, Path(source) if in_place and made != text else None)):
-        write_result(path, made)
+    for path in filter(None, (output, Path(source) if in_place and wrapped != text else None)):
+        write_result(path, wrapped)
 
 
 def _difference(before: str, after: str, source: str, target: str) -> str:

@@ -19,7 +19,7 @@ from contracts.finding import Finding
 from contracts.redaction import without_secrets
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError
-from planner.lint.sources import Reading, listed_lines, read_text, why_nothing
+from planner.lint.sources import Reading, explain_nothing, list_lines, read_text
 
 if TYPE_CHECKING:
     from planner.lint.machine import ProbedMachine
@@ -57,8 +57,8 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         others = " No problems found in the others." if linted.names else ""
         print_text(f"! Not checked: {count} that no started program gets.{others}")
     elif not linted.checks:
-        more = "no change needed" if hosts else "add --host to check it against a machine"
-        print_text(f"✓ no problems found in this environment → {more}")
+        next_step = "no change needed" if hosts else "add --host to check it against a machine"
+        print_text(f"✓ no problems found in this environment → {next_step}")
     console().print(linted.read, markup=False, highlight=False)
     print_findings(console(), linted.checks, everything=True)
     sys.exit(linted.exit_code)
@@ -108,7 +108,7 @@ def lint_text(
     found_version = found_version or (parse_version(printed[1]) if printed else None)
     if not reading.names() and not reading.unreached and reading.form != "process":
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
-        raise InputError(str(without_secrets(f"{name or 'the text'}: {why_nothing(text, reading)}{hint}")))
+        raise InputError(str(without_secrets(f"{name or 'the text'}: {explain_nothing(text, reading)}{hint}")))
     checks = tuple(_checks(reading, found_version, machine))
     return LintResult(
         read=str(without_secrets(_read_in_words(reading))), checks=checks, unread=_unread_in_words(reading),
@@ -120,17 +120,17 @@ def _checks(
     reading: Reading, version_in_use: tuple[int, int, int] | None, machine: ProbedMachine | None
 ) -> Iterator[Finding]:
     """Return the findings of each environment; a finding in several places is returned once with all places."""
-    seen: set[tuple[str, Finding]] = set()
-    for named in reading.environments:
-        judged = lint(named, nccl_version=version_in_use, machine=machine, nodes=reading.nodes, gpus=reading.gpus)
-        for finding in (*named.findings, *judged):
-            if (named.place, finding) in seen:
+    listed: set[tuple[str, Finding]] = set()
+    for environment in reading.environments:
+        judged = lint(environment, nccl_version=version_in_use, machine=machine, nodes=reading.nodes, gpus=reading.gpus)
+        for finding in (*environment.findings, *judged):
+            if (environment.place, finding) in listed:
                 continue
-            seen.add((named.place, finding))
-            line = named.lines.get(finding.subject, 0)
+            listed.add((environment.place, finding))
+            line = environment.lines.get(finding.subject, 0)
             message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
             evidence += [f"line {line}"] if line else []
-            yield replace(finding, node=named.source, message=message, evidence=tuple(evidence), remedy=remedy)
+            yield replace(finding, node=environment.source, message=message, evidence=tuple(evidence), remedy=remedy)
 
 
 def _unread_in_words(reading: Reading) -> str:
@@ -138,28 +138,28 @@ def _unread_in_words(reading: Reading) -> str:
     if not reading.unread:
         return ""
     lines = [each.line for each in reading.unread if each.line]
-    where = listed_lines(lines) if lines else "part of the text"
-    why = ", ".join(dict.fromkeys(each.why for each in reading.unread[:3]))
-    return f"Not understood: {where} ({why}). What is set there was not checked."
+    lines_text = list_lines(lines) if lines else "part of the text"
+    reasons = ", ".join(dict.fromkeys(each.why for each in reading.unread[:3]))
+    return f"Not understood: {lines_text} ({reasons}). What is set there was not checked."
 
 
 def _read_in_words(reading: Reading) -> str:
     """Describe how many variables were read, in which format and where."""
-    found = reading.names()
+    names = reading.names()
     unreached = units.some(
         [f"{each.name} ({f'line {each.line}: ' if each.line else ''}{each.why})" for each in reading.unreached]
     )
-    if unreached and not found:
+    if unreached and not names:
         return f"0 variables reach the job, form: {reading.form}; not checked: {unreached}"
-    if not found:
+    if not names:
         return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
     places = list(dict.fromkeys(each.place for each in reading.environments))
-    elsewhere = {name: raw for each in reading.environments for name, raw in each.unresolved.items() if name in found}
-    parts = [f"{units.count(len(found), 'variable')} read, form: {reading.form}"]
+    elsewhere = {name: raw for each in reading.environments for name, raw in each.unresolved.items() if name in names}
+    parts = [f"{units.count(len(names), 'variable')} read, form: {reading.form}"]
     if len(places) > 1:
         parts.append(f"{len(places)} places: {', '.join(places)}")
-    if more := len(reading.environments) - len(places):
-        parts.append(f"{more} more set only under a condition or for one command")
+    if others := len(reading.environments) - len(places):
+        parts.append(f"{others} more set only under a condition or for one command")
     if elsewhere:
         listed = units.some([f"{name}={raw}" for name, raw in sorted(elsewhere.items())])
         parts.append(f"{len(elsewhere)} with a value from elsewhere, of which only the name is checked: {listed}")

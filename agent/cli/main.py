@@ -66,8 +66,8 @@ class LazyGroup(click.Group):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
-def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _version(ctx: click.Context, _option: click.Parameter, is_set: bool) -> None:
+    if is_set:
         click.echo(f"topoflight, version {base.version()}")
         ctx.exit()
 
@@ -112,20 +112,20 @@ def _show_entry(text: str) -> None:
     title, _, points = text.partition("\n\n")
     click.secho(f"{title}\n", bold=True)
     for line in points.splitlines():  # "- **Meaning:** words"
-        _, label, words = line.split("**", 2)
-        words = label + words.replace("**", "")
+        _, label, paragraph = line.split("**", 2)
+        paragraph = label + paragraph.replace("**", "")
         width = shutil.get_terminal_size().columns
-        words = textwrap.fill(words, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-        click.echo(words.replace(label, click.style(label, bold=True), 1))
+        paragraph = textwrap.fill(paragraph, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        click.echo(paragraph.replace(label, click.style(label, bold=True), 1))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the console script."""
     base.prepare_streams()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     code = base.EXIT_TOOL_ERROR
     try:
-        code = _run(words)
+        code = _run(argv)
         base.flush_output()
     except BrokenPipeError:  # of stderr, or of a writer that could not continue
         base.discard_output()
@@ -135,14 +135,14 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         base.discard_output()  # the buffered output cannot be written either
         click.echo(f"Error: {error.filename or 'standard output or a temporary folder'}: {error.strerror}", err=True)
-        code = base.EXIT_USAGE if str(error.filename) in words else base.EXIT_TOOL_ERROR
+        code = base.EXIT_USAGE if str(error.filename) in argv else base.EXIT_TOOL_ERROR
     sys.exit(code)
 
 
-def _run(words: list[str]) -> int:
+def _run(argv: list[str]) -> int:
     """Run the verb and return its exit code."""
     try:
-        cli.main(args=words, prog_name="topoflight", standalone_mode=False)
+        cli.main(args=argv, prog_name="topoflight", standalone_mode=False)
     except click.exceptions.Exit as done:
         return done.exit_code
     except (click.exceptions.Abort, KeyboardInterrupt):

@@ -76,11 +76,11 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
     else:
         texts = {"junit": render_junit, "github": render_github, "reason": format_slurm_reasons,
                  "slurm": format_slurm_hosts}  # fmt: skip
-        text = texts.get(form, lambda whole: render(whole, form))(report)
+        text = texts.get(form, lambda full: render(full, form))(report)
     if path is None:
         print_text(text, nl=False)
         return
-    write_result(path, text, named=f"-o {form}={path}")
+    write_result(path, text, label=f"-o {form}={path}")
 
 
 def render_github(report: Report) -> str:
@@ -91,14 +91,14 @@ def render_github(report: Report) -> str:
     levels = {"fail": "error", "warn": "warning"}
     aside = describe_unchecked_gpus(report.checks)
     lines = [f"::notice title=preflight::{_escape(aside)}\n"] if aside else []
-    named = len({check.node for check in report.checks if check.node}) > 1
+    several = len({check.node for check in report.checks if check.node}) > 1
     for group in group_findings(report.checks):
         unmeasured = group.status == "unknown" and group.required
         for check in group.checks[:1] if unmeasured else group.checks:  # one annotation per reason
             level = "error" if unmeasured else levels.get(check.status)
             if level:
-                words = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * named)
-                title = _escape(" ".join(filter(None, words)), attribute=True)
+                parts = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * several)
+                title = _escape(" ".join(filter(None, parts)), attribute=True)
                 text = _escape(". ".join(filter(None, (check.message.rstrip("."), check.remedy))))
                 lines.append(f"::{level} title={title}::{text}\n")
     return "".join(lines)
@@ -110,7 +110,7 @@ def _escape(text: str, *, attribute: bool = False) -> str:
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
 
 
-def print_report(out: Console, whole: Report, *, verbose: bool = False, everything: bool = False) -> None:
+def print_report(out: Console, report: Report, *, verbose: bool = False, everything: bool = False) -> None:
     """Print the verdict and the remedy, then the facts behind them; `verbose` adds hosts, links and evidence."""
     from rich.markup import escape
 
@@ -119,27 +119,27 @@ def print_report(out: Console, whole: Report, *, verbose: bool = False, everythi
     from agent.terminal.findings import print_findings
     from agent.terminal.topology import print_node
 
-    one = whole.snapshots[0].hostname if len(whole.snapshots) == 1 else ""
-    hosts.print_verdict(out, whole.verdict, whole.checks, at=one)
+    host = report.snapshots[0].hostname if len(report.snapshots) == 1 else ""
+    hosts.print_verdict(out, report.verdict, report.checks, host=host)
     if not verbose:
-        hosts.print_hosts_brief(out, whole.snapshots, whole.topologies, whole.checks)
-        kinds = [(record.name, f"{record.gpu_text}; RDMA {record.rdma_text}") for record in whole.nodes]
-        hosts.print_healthy_nodes(out, kinds, whole.checks)
+        hosts.print_hosts_brief(out, report.snapshots, report.topologies, report.checks)
+        kinds = [(record.name, f"{record.gpu_text}; RDMA {record.rdma_text}") for record in report.nodes]
+        hosts.print_healthy_nodes(out, kinds, report.checks)
     else:
-        for snapshot, topology in zip(whole.snapshots, whole.topologies, strict=True):
+        for snapshot, topology in zip(report.snapshots, report.topologies, strict=True):
             hosts.print_host(out, snapshot)
             print_node(out, topology)
-    if whole.bench is not None:
-        measured.print_benchmark(out, whole.bench, verbose=verbose)
-    if whole.recommendation is not None and (verbose or whole.recommendation.model is not None):
-        print_recommendation(out, whole.recommendation, brief=not verbose)
-    if whole.run is not None:
-        measured.print_run(out, whole.run)
-        measured.print_comparison(out, whole.run)
+    if report.bench is not None:
+        measured.print_benchmark(out, report.bench, verbose=verbose)
+    if report.recommendation is not None and (verbose or report.recommendation.model is not None):
+        print_recommendation(out, report.recommendation, brief=not verbose)
+    if report.run is not None:
+        measured.print_run(out, report.run)
+        measured.print_comparison(out, report.run)
     if verbose:
         out.print("\n[bold]Findings[/bold]")
-        print_findings(out, whole.checks, everything=everything)
+        print_findings(out, report.checks, everything=everything)
     else:
-        hosts.print_findings_brief(out, whole.checks)
-    for note in whole.notes:
+        hosts.print_findings_brief(out, report.checks)
+    for note in report.notes:
         out.print(f"· {escape(note)}")

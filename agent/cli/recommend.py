@@ -45,17 +45,17 @@ def recommend(**options: object) -> None:
     if options["sweep"]:
         _sweep(request, str(options["sweep"]), form)
         return
-    found: tuple[Snapshot, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
     if not request.machine:
         from probes.registry import ALL
 
-        found = read_snapshots(request.hosts, ALL, root=request.root)
+        snapshots = read_snapshots(request.hosts, ALL, root=request.root)
     if options["compare"]:
-        _compare(request, found, cast("tuple[str, ...]", options["compare"]), form)
+        _compare(request, snapshots, cast("tuple[str, ...]", options["compare"]), form)
         return
-    advice = advise(request, found) if config is None else _of_file(request, Path(str(config)), found)
+    advice = advise(request, snapshots) if config is None else _of_file(request, Path(str(config)), snapshots)
     if form == "k8s":
-        advice, left_out = adapt_to_pods(advice, found, here=not request.hosts)
+        advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
         for line in left_out:
             print_text(f"note: {line}", err=True)
     if form in ("table", "json", "yaml"):
@@ -74,14 +74,14 @@ def recommend(**options: object) -> None:
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
-def _of_file(request: Request, config: Path, found: Sequence[Snapshot]) -> Recommendation:
+def _of_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> Recommendation:
     """Return the advice for a file of job settings, with a line that names the trainer that would run it."""
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    advice, _, why = choose_trainer(request, config, (), request.train.engine if typed else "auto", found)
-    if why:
-        print_text(why, err=True)
+    advice, _, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
+    if reason:
+        print_text(reason, err=True)
     return advice
 
 
@@ -93,12 +93,12 @@ def _numbers(text: str) -> list[int]:
     from agent.advice.advise import MOST_POINTS
 
     name, _, numbers = text.partition("=")
-    words = numbers.split(",")
-    wrong = [word for word in words if not word.isdecimal() or not 1 <= int(word) <= most("nodes")]
-    if name != "nodes" or wrong or len(words) > MOST_POINTS:
+    entries = numbers.split(",")
+    wrong = [word for word in entries if not word.isdecimal() or not 1 <= int(word) <= most("nodes")]
+    if name != "nodes" or wrong or len(entries) > MOST_POINTS:
         allowed = f"nodes=1,2,4 with at most {MOST_POINTS} numbers up to {most('nodes')}"
         raise click.UsageError(f"--sweep {text}: must be {allowed}")
-    return [int(word) for word in words]
+    return [int(word) for word in entries]
 
 
 def _sweep(request: Request, text: str, form: str) -> None:
@@ -132,7 +132,7 @@ def _sweep(request: Request, text: str, form: str) -> None:
     emit([asdict(point) for point in points], form, show)
 
 
-def _compare(request: Request, found: Sequence[Snapshot], texts: tuple[str, ...], form: str) -> None:
+def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, ...], form: str) -> None:
     from agent.advice.advise import PLAN_ERRORS
     from agent.base.lines import table
     from agent.terminal.advice import layout_title
@@ -142,12 +142,12 @@ def _compare(request: Request, found: Sequence[Snapshot], texts: tuple[str, ...]
 
     try:
         model = request.required_model()
-        cluster = request.cluster(found)
+        cluster = request.cluster(snapshots)
         if reason := unjudged(cluster):
             raise NothingFitsError(reason)
         calibration = load_calibration(request.calibration) if request.calibration else None
         measured, ranks = request.measurements(), request.ranks(cluster)
-        planned = plan(cluster, found, model, request.train, measured, calibration, ranks_per_node=ranks)
+        planned = plan(cluster, snapshots, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
             planned = scaled(planned, step)
         first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)

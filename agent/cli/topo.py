@@ -15,7 +15,7 @@ from agent.base import EXIT_UNKNOWN
 from agent.base.options import InputError, command, describe_source, read_input, read_snapshots
 from agent.base.output import emit, print_text
 from contracts import bounded
-from contracts.host_list import slurm_name
+from contracts.host_list import name_in_slurm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +64,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
                 topology_view.print_node(out, node)
             else:
                 topology_view.print_brief(out, node, findings)
-            wrong = [one for one in findings if one.status in ("fail", "warn")]
+            wrong = [finding for finding in findings if finding.status in ("fail", "warn")]
             if wrong:
                 from agent.terminal.findings import print_findings
 
@@ -85,8 +85,8 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
 
     if source is not None:
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
-    found = sorted(read_snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
-    newest = {slurm_name(snapshot.hostname): snapshot for snapshot in found}  # of two recordings of a node
+    snapshots = sorted(read_snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
+    newest = {name_in_slurm(snapshot.hostname): snapshot for snapshot in snapshots}  # of two recordings of a node
     placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
     print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
 
@@ -98,16 +98,16 @@ def read_topology(source: str) -> NodeTopology:
     name, raw = describe_source(source), read_input(source, _LIMIT_BYTES, hint=", more than any topology has")
     if raw[:2] == b"\x1f\x8b":
         raw = _decompress(raw, name)
-    words = b"".join(bounded.utf8_chunks(BytesIO(raw))).decode("utf-8", errors="replace")
+    text = b"".join(bounded.utf8_chunks(BytesIO(raw))).decode("utf-8", errors="replace")
     # a matrix in HTML also begins with "<"
-    if "<system" in words[:4096] or (words.lstrip().startswith("<") and "GPU0" not in words):
+    if "<system" in text[:4096] or (text.lstrip().startswith("<") and "GPU0" not in text):
         from topology.formats.xml import parse
     else:
         from topology.formats.text import parse
     try:
-        return parse(words, source=name)
+        return parse(text, source=name)
     except TopologyFileError as error:
-        hint = "; --host FILE reads a recording" if words.lstrip().startswith("{") else ""
+        hint = "; --host FILE reads a recording" if text.lstrip().startswith("{") else ""
         raise InputError(f"{name}: {error}{hint}") from None
 
 

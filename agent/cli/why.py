@@ -16,7 +16,7 @@ import click
 from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, EXIT_WARNED
 from agent.base.options import command
 from agent.base.output import emit, print_text
-from contracts.host_list import compress_host_list, slurm_name
+from contracts.host_list import compress_host_list, name_in_slurm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,9 +68,9 @@ def _of_job(job: str) -> JobFiles:
 
     if not re.fullmatch(r"[1-9]\d{0,8}([_+]\d{1,9})?", job):
         raise click.UsageError(f"--job {job[:40]!r}: must be the id of a Slurm job, such as 1234 or 1234_5")
-    found = find_job_files(job)
-    print_text(found.where, err=True)
-    return found
+    files = find_job_files(job)
+    print_text(files.where, err=True)
+    return files
 
 
 def _print_change(verdict: Verdict, form: str) -> None:
@@ -87,7 +87,7 @@ def _emit(verdict: Verdict, form: str) -> None:
     if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
     elif verdict.nodes:
-        print_text(compress_host_list(map(slurm_name, verdict.nodes)))
+        print_text(compress_host_list(map(name_in_slurm, verdict.nodes)))
 
 
 def _file(word: str, stack: ExitStack) -> str:
@@ -103,32 +103,32 @@ def _file(word: str, stack: ExitStack) -> str:
 _COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
 
 
-def show(out: Console, found: Verdict) -> None:
+def show(out: Console, verdict: Verdict) -> None:
     """Print the verdict, its causes with their evidence, and what is unknown."""
     from rich.markup import escape
 
     from agent.base.lines import print_indented
 
-    colour = _COLOURS.get(found.state, "yellow")
-    state, _, rest = found.line.partition(": ")
-    todo = "" if found.causes or found.state != "fine" else " → nothing to change"
-    out.print(f"[{colour} bold]{escape(state if rest else found.state)}[/]: {escape(rest or found.line)}{todo}")
-    for name, row in (("nodes", found.nodes), ("GPUs", found.gpus)):
+    colour = _COLOURS.get(verdict.state, "yellow")
+    state, _, reason = verdict.line.partition(": ")
+    todo = "" if verdict.causes or verdict.state != "fine" else " → nothing to change"
+    out.print(f"[{colour} bold]{escape(state if reason else verdict.state)}[/]: {escape(reason or verdict.line)}{todo}")
+    for name, row in (("nodes", verdict.nodes), ("GPUs", verdict.gpus)):
         if row:
             out.print(f"{name}: {escape(', '.join(row))}")
-    for number, cause in enumerate(found.causes, 1):
+    for number, cause in enumerate(verdict.causes, 1):
         share = f", {cause.share:.0%} of the wait" if cause.share is not None else ""
-        message = f": {escape(cause.message)}" if cause.message != rest else ""  # the first line has it already
+        message = f": {escape(cause.message)}" if cause.message != reason else ""  # the first line has it already
         out.print(f"{number}. [bold]{escape(cause.code)}[/bold]{share}{message}")
         for line in cause.evidence:
             print_indented(out, f"[dim]{escape(line)}[/dim]")
         if cause.action:
             print_indented(out, f"[bold]→ {escape(cause.action)}[/bold]")
-    for line in found.not_at_fault:
+    for line in verdict.not_at_fault:
         out.print(f"waited for: {escape(line)}")
-    for line in found.disagree:
+    for line in verdict.disagree:
         out.print(f"sources differ: {escape(line)}")
-    for one in found.unknown:
-        out.print(f"unknown: {escape(one.what)}. To see it: {escape(one.command)}")
-    if found.sources:
-        out.print(f"[dim]sources read: {escape('; '.join(found.sources))}[/dim]")
+    for question in verdict.unknown:
+        out.print(f"unknown: {escape(question.what)}. To see it: {escape(question.command)}")
+    if verdict.sources:
+        out.print(f"[dim]sources read: {escape('; '.join(verdict.sources))}[/dim]")

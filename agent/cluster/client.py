@@ -97,14 +97,14 @@ def connect(
         elif token.exists() and environment.get("KUBERNETES_SERVICE_HOST"):
             source = str(token.parent)
             load_incluster_config(configuration)
-            named = token.with_name("namespace")
-            namespace = _text(named) if named.exists() else "default"
+            namespace_file = token.with_name("namespace")
+            namespace = _text(namespace_file) if namespace_file.exists() else "default"
         elif (home := Path(environment.get("HOME", "/")) / ".kube/config").exists():
             source = str(home)
             namespace = _kubeconfig(configuration, source, context)
         else:
-            why = "not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config"
-            raise AccessError(f"no Kubernetes API server: {why}")
+            reason = "not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config"
+            raise AccessError(f"no Kubernetes API server: {reason}")
     except (ConfigException, OSError) as error:
         raise AccessError(f"{source}: {error}") from None
     except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library does not check types
@@ -123,26 +123,26 @@ def _kubeconfig(configuration: Configuration, paths: str, context: str | None) -
     merged = KubeConfigMerger(paths)
     if merged.config is None:
         raise FileNotFoundError("No such file or directory")
-    currents = (whole.get("current-context") for whole in merged.config_files.values())
+    currents = (config.get("current-context") for config in merged.config_files.values())
     name = context or next(filter(None, currents), None)
     if merged.config["contexts"].get_with_name(name, safe=True) is None:
         raise AccessError(f"{paths}: no context named {name!r}")
     loader = KubeConfigLoader(merged.config, active_context=name, config_base_path=None)
     loader.load_and_set(configuration)
-    chosen = loader.current_context["context"]
+    active = loader.current_context["context"]
     if not configuration.host.startswith(("https://", "http://")):
         raise AccessError(f"{paths}: server is {configuration.host!r}: must begin with https:// or http://")
-    named = merged.config["users"].get_with_name(chosen.get("user"), safe=True)
-    user = named["user"].value if named else {}
+    entry = merged.config["users"].get_with_name(active.get("user"), safe=True)
+    user = entry["user"].value if entry else {}
     if user.get("as"):
         raise AccessError(f"{paths}: the user impersonates {user['as']!r} (as), which this client does not support")
     if user.get("tokenFile") and not user.get("token"):
-        token = Path(named.path).parent / user["tokenFile"]
+        token = Path(entry.path).parent / user["tokenFile"]
         configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=f"Bearer {_text(token)}")
     if user.get("exec") and not (configuration.api_key or configuration.cert_file):
         command = user["exec"].get("command")
         raise AccessError(f"{paths}: the credential plugin {command} gave no credentials; its error is in the log")
-    return chosen.get("namespace") or "default"
+    return active.get("namespace") or "default"
 
 
 def _text(path: Path) -> str:
@@ -193,13 +193,13 @@ class Client:
 
     def items(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[Json]:
         """Return all objects, read page by page."""
-        wanted = {**(query or {}), "limit": PAGE}
+        parameters = {**(query or {}), "limit": PAGE}
         while True:
-            page = self.request("GET", path, query=wanted)[1]
+            page = self.request("GET", path, query=parameters)[1]
             yield from page.get("items") or ()
             if not (following := (page.get("metadata") or {}).get("continue")):
                 return
-            wanted["continue"] = following
+            parameters["continue"] = following
 
     def apply(self, path: str, document: Json, *, dry_run: bool = False) -> tuple[bool, Json]:
         """Server-side apply: set our fields to those of `document` and leave the fields of other managers.
@@ -207,8 +207,8 @@ class Client:
         Returns whether the object was created, and the object.
         """
         query = {**WRITE, "force": "true", **(DRY_RUN if dry_run else {})}
-        status, made = self.request("PATCH", path, query=query, body=document, content_type=APPLY)
-        return status == 201, made
+        status, applied = self.request("PATCH", path, query=query, body=document, content_type=APPLY)
+        return status == 201, applied
 
     def create(self, path: str, document: Json, *, repeatable: bool = False, dry_run: bool = False) -> Json:
         """Create an object with POST; retry after an unclear failure only if `repeatable` (reviews)."""
@@ -278,9 +278,9 @@ def backoff_seconds(attempt: int, retry_after: float | None = None) -> float:
 def path_of(group_version: str, resource: str, name: str = "", *, namespace: str | None = None, sub: str = "") -> str:
     """Return the URL path of a resource; names are quoted, so that no name can add path segments."""
     root = "/api/v1" if group_version == "v1" else f"/apis/{group_version}"
-    words = ["namespaces", quote(namespace, safe="")] if namespace else []
-    words += [resource] + ([quote(name, safe="")] if name else []) + ([sub] if sub else [])
-    return "/".join([root, *words])
+    parts = ["namespaces", quote(namespace, safe="")] if namespace else []
+    parts += [resource] + ([quote(name, safe="")] if name else []) + ([sub] if sub else [])
+    return "/".join([root, *parts])
 
 
 def json_object(raw: bytes | str) -> Json | None:
@@ -294,8 +294,8 @@ def json_object(raw: bytes | str) -> Json | None:
 
 def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    found = json_object(raw)
-    text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if found is None else found.get("message")
+    body = json_object(raw)
+    text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if body is None else body.get("message")
     message = str(text or f"HTTP {status}")
     after = headers.get("Retry-After", "")
     return ApiError(status, message, retry_after=float(after) if after.isdecimal() else None)

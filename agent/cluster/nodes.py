@@ -138,17 +138,17 @@ def from_resource(item: Json) -> NodeRecord:
     if ended is not None and ended < parse_time(status.get("scannedAt")):
         ended = None  # an agent has scanned since then
     verdict = (status.get("lastVerdict") if ended is not None else None) or status.get("verdict") or "unknown"
-    given = {own: status[theirs] for theirs, own in _TABLE["members"].items() if status.get(theirs) not in (None, "")}
+    members = {own: status[theirs] for theirs, own in _TABLE["members"].items() if status.get(theirs) not in (None, "")}
     record = plain.read(
-        {"host": name, "agent_version": "", **given, "name": name, "verdict": verdict,
+        {"host": name, "agent_version": "", **members, "name": name, "verdict": verdict,
          "scanned_at_seconds": parse_time(status.get("scannedAt")), "stopped_at_seconds": ended,
          "resource_version": str(item["metadata"].get("resourceVersion", ""))}, NodeRecord,
     )  # fmt: skip
     if verdict not in _VERDICTS:
         raise ValueError("status.verdict is no verdict")
-    for member, most in _MOST.items():
-        if not 0 <= (getattr(record, member) or 0) <= most:
-            raise ValueError(f"status.{member} must be a number from 0 to {most}")
+    for member, limit in _MOST.items():
+        if not 0 <= (getattr(record, member) or 0) <= limit:
+            raise ValueError(f"status.{member} must be a number from 0 to {limit}")
     return record
 
 
@@ -215,12 +215,12 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
         status |= {
             "stoppedAt": format_time(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
         }  # fmt: skip
-    known = {
+    values = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in status.items()
         if value is not None and (value != () or name == "findings")
     }
-    return {**about, "spec": {"nodeName": record.name}}, {**about, "status": known}
+    return {**about, "spec": {"nodeName": record.name}}, {**about, "status": values}
 
 
 # The facts in a record: those of the probes as JSON, compressed with gzip and encoded in base64. Values that change
@@ -236,9 +236,9 @@ _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def clean(text: str, most: int = MOST_LETTERS) -> str:
+def clean(text: str, limit: int = MOST_LETTERS) -> str:
     """Remove secrets and control characters from a text of the host, and cut it to `most` characters."""
-    return _CONTROL.sub("?", redact(text[: 2 * most])[:most])
+    return _CONTROL.sub("?", redact(text[: 2 * limit])[:limit])
 
 
 def pack_facts(snapshot: Snapshot) -> str | None:
@@ -349,9 +349,9 @@ class Fleet:
 
         def read(item: Json) -> NodeRecord:
             about = item["metadata"]
-            known = self._records.get(str(about["name"]))
-            if known and known.resource_version and known.resource_version == about.get("resourceVersion"):
-                return known
+            previous = self._records.get(str(about["name"]))
+            if previous and previous.resource_version and previous.resource_version == about.get("resourceVersion"):
+                return previous
             return read_resource(item)
 
         self._set(map(read, items))
@@ -383,26 +383,26 @@ class Fleet:
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
-        if (found := _snapshot_of(record.facts)) is not None:
-            return replace(found, hostname=record.name)
-        why = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) has no facts of this release"
+        if (snapshot := _snapshot_of(record.facts)) is not None:
+            return replace(snapshot, hostname=record.name)
+        reason = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) has no facts of this release"
         # GPUs are in the graph
-        outcomes: dict[str, Any] = {each.name: Failed(error=why) for each in _PROBES if each.name != "gpu"}
+        outcomes: dict[str, Any] = {each.name: Failed(error=reason) for each in _PROBES if each.name != "gpu"}
         return Snapshot(hostname=record.name, taken_at_seconds=0.0, outcomes=outcomes)
 
 
 def make_row(record: NodeRecord, now: float) -> Json:
     """Return one row of /nodes. A silent node is unknown, whatever its last verdict was."""
     silent = record.silent(now)
-    made: Json = {
+    row: Json = {
         "name": record.name, "host": record.host, "verdict": "unknown" if silent else record.verdict,
         "silent": silent, "age_seconds": round(record.age_seconds(now), 1), "gpus": record.gpus,
         "product": record.product, "links": record.links, "hcas": record.hcas, "rdma": record.rdma,
         "memlock": record.memlock, "findings": list(record.findings), "agent_version": record.agent_version,
     }  # fmt: skip
     if silent:
-        made["last_verdict"] = record.verdict
-    return made
+        row["last_verdict"] = record.verdict
+    return row
 
 
 def format_time(seconds: float) -> str:
@@ -425,13 +425,13 @@ _SILENT, _VERDICT = CLUSTER_CODES
 
 def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
     """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
-    found = list(names)
+    selected = list(names)
     if selector is not None:
         labelled = client.items(path_of("v1", "nodes"), {"labelSelector": selector})
-        found += (item["metadata"]["name"] for item in labelled)
-        if not found:
+        selected += (item["metadata"]["name"] for item in labelled)
+        if not selected:
             raise GateError(f"--selector {selector}: no node has these labels")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(selected))
 
 
 def check_nodes(
@@ -467,7 +467,7 @@ def _why_silent(record: NodeRecord | None, now: float) -> str:
 def check_record(name: str, record: NodeRecord) -> list[Finding]:
     """Return the findings of a record, and its verdict if that is worse than all findings."""
     statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
-    found = [
+    row = [
         Finding(code=str(found.get("code", "")), node=name,
                 status=statuses.get(str(found.get("severity")), Status.WARN), subject=str(found.get("subject", "")),
                 message=str(found.get("message", "")), remedy=str(found.get("remedy", "")),
@@ -475,10 +475,10 @@ def check_record(name: str, record: NodeRecord) -> list[Finding]:
         for found in record.findings
     ]  # fmt: skip
     worst = record.verdict
-    if worst in statuses and not any(check.status in (worst, "fail") for check in found):
-        found.append(replace(
+    if worst in statuses and not any(check.status in (worst, "fail") for check in row):
+        row.append(replace(
             make_finding(_VERDICT, name, statuses[worst], word=worst), required=worst == "unknown"
         ))  # fmt: skip
     else:
-        found.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
-    return found
+        row.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
+    return row

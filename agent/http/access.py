@@ -53,11 +53,11 @@ _NOT_KNOWN = "the token is not known, has expired, or was made for another audie
 
 
 def make_problem(
-    request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **more: Any
+    request: Request, status: int, detail: str, headers: dict[str, str] | None = None, **members: Any
 ) -> JSONResponse:
     """Create one problem document."""
     body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail,
-            "instance": request.url.path, **more}  # fmt: skip
+            "instance": request.url.path, **members}  # fmt: skip
     return JSONResponse(without_secrets(body), status_code=status, media_type=PROBLEM_TYPE, headers=headers)
 
 
@@ -89,8 +89,8 @@ class TokenChecker:
         return outcome
 
     def _cached(self, key: tuple[str, str, str]) -> str | ProblemError | None:
-        at, outcome = self._cache.get(key, (-math.inf, None))
-        return outcome if time.monotonic() - at < CACHE_SECONDS else None
+        cached_at, outcome = self._cache.get(key, (-math.inf, None))
+        return outcome if time.monotonic() - cached_at < CACHE_SECONDS else None
 
     async def _decide(self, key: tuple[str, str, str], token: str) -> str | ProblemError:
         """Return the caller's name, or the refusal, and cache it. Raises ProblemError 503, which is not cached."""
@@ -116,8 +116,8 @@ class TokenChecker:
         return token
 
     def _refused(self, detail: str = _NOT_KNOWN) -> ProblemError:
-        made = f"kubectl create token SERVICEACCOUNT --audience {self._audience}"
-        how = made if self._client else "a line of the file named by --token-file"
+        command = f"kubectl create token SERVICEACCOUNT --audience {self._audience}"
+        how = command if self._client else "a line of the file named by --token-file"
         return ProblemError(401, detail, headers=CHALLENGE, grant=f"{how}, as Authorization: Bearer TOKEN")
 
     def _from_file(self, token: str) -> str | ProblemError:
@@ -128,14 +128,14 @@ class TokenChecker:
         except (OSError, ValueError) as error:
             raise ProblemError(503, f"the token file cannot be used: {error}") from None
         sent = token.encode()
-        known = sum(hmac.compare_digest(line.encode(), sent) for line in lines)  # all lines, each in constant time
-        return "token-file" if known else self._refused()
+        matches = sum(hmac.compare_digest(line.encode(), sent) for line in lines)  # all lines, each in constant time
+        return "token-file" if matches else self._refused()
 
     def _review(self, client: Client, token: str, path: str, verb: str) -> str | ProblemError:
         def status_of(group: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
             review = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
-            made = client.create(path_of(f"{group}/v1", f"{kind.lower()}s"), review, repeatable=True)
-            return made.get("status") or {}
+            created = client.create(path_of(f"{group}/v1", f"{kind.lower()}s"), review, repeatable=True)
+            return created.get("status") or {}
 
         try:
             spec = {"token": token, "audiences": [self._audience]}
@@ -149,8 +149,8 @@ class TokenChecker:
             access = {**who, "nonResourceAttributes": {"path": path, "verb": verb}}
             allowed = status_of("authorization.k8s.io", "SubjectAccessReview", access).get("allowed") is True
         except ApiError as error:
-            why = f"HTTP {error.status}" if error.status else "it cannot be reached"
-            raise ProblemError(503, f"the API server could not check the token: {why}",
+            reason = f"HTTP {error.status}" if error.status else "it cannot be reached"
+            raise ProblemError(503, f"the API server could not check the token: {reason}",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         if not allowed:
             return ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
@@ -242,9 +242,9 @@ class LimitedProtocol(H11Protocol):
         over = len(self.connections) - self.most_connections
         if over <= 0 or self.transport.is_closing():
             return
-        waiting = [one for one in self._others() if one.was_read and one.awaited()]
+        waiting = [connection for connection in self._others() if connection.was_read and connection.awaited()]
         if waiting:
-            min(waiting, key=lambda one: one.since).end()
+            min(waiting, key=lambda connection: connection.since).end()
         elif over > self.most_over_limit:
             if self.awaited():
                 self.end()
@@ -257,7 +257,7 @@ class LimitedProtocol(H11Protocol):
     def _is_over_limit(self) -> bool:
         """Return whether the maximum number of other connections is busy."""
         over = len(self.connections) > self.most_connections
-        return over and sum(not one.awaited() for one in self._others()) >= self.most_connections
+        return over and sum(not connection.awaited() for connection in self._others()) >= self.most_connections
 
     def awaited(self) -> str | None:
         """Return what the client must do next; None while the application works."""

@@ -43,8 +43,8 @@ def render_node_page(
 def render_fleet_page(fleet: Fleet, *, source: str, list_error: str | None, search: str = "", page: int = 1) -> str:
     """Return the page of all publishing nodes, from the records alone."""
     now = time.time()
-    shown = collect_fleet_values(fleet, now, search, page)
-    return render("fleet", c=shown, source=source, list_error=list_error, made_at=now, version=version())
+    values = collect_fleet_values(fleet, now, search, page)
+    return render("fleet", c=values, source=source, list_error=list_error, made_at=now, version=version())
 
 
 def render_published_page(fleet: Fleet, record: NodeRecord, *, source: str) -> str:
@@ -90,7 +90,7 @@ def check_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) 
 
     A silent node is unknown on the pages. The gate fails for it, because a job cannot be started there.
     """
-    found = check_nodes([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
+    findings = check_nodes([record.name for record in fleet.records()] if names is None else names, fleet, now=now)
     silent, _ = CLUSTER_CODES
     return tuple(
         check if check.status == "pass" else replace(
@@ -98,7 +98,7 @@ def check_records(fleet: Fleet, now: float, names: Sequence[str] | None = None) 
             required=check.required or check.code == silent,
             status=Status.UNKNOWN if check.code == silent else check.status,
         )
-        for check in found
+        for check in findings
     )  # fmt: skip
 
 
@@ -146,8 +146,8 @@ def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[
             alike.setdefault(record.facts or "", (record, []))[1].append(record.name)
     if not alike:
         return ()
-    found = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
-    return found.families
+    result = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
+    return result.families
 
 
 environment().globals.update(

@@ -118,15 +118,15 @@ class StoredRun(BaseModel):
     created: bool = Field(description="Whether the record is new; false if the same record was stored before.")
 
 
-def problem_responses(*more: int, common: tuple[int, ...] = COMMON) -> Responses:
+def problem_responses(*statuses: int, common: tuple[int, ...] = COMMON) -> Responses:
     """Return the problem documents of an endpoint, including those that all endpoints have."""
-    found: Responses = {
+    responses: Responses = {
         status: {"description": _PROBLEMS["statuses"][str(status)], "content": {PROBLEM_TYPE: {"schema": _REFERENCE}}}
-        for status in sorted({*common, *more})
+        for status in sorted({*common, *statuses})
     }
-    if 413 in found:  # Starlette rejects it before any handler runs
-        found[413]["content"] = {"text/plain": _TEXT}
-    return found
+    if 413 in responses:  # Starlette rejects it before any handler runs
+        responses[413]["content"] = {"text/plain": _TEXT}
+    return responses
 
 
 def text_responses(*media_types: str) -> Responses:
@@ -151,7 +151,7 @@ class ResponseCache:
 
     def put(self, view: View, key: Hashable, answer: Answer) -> Answer:
         """Store a response. Those of another view are discarded, and all of them once they take too much memory."""
-        size = sum(len(one.body) for one in self._answers.values()) + len(answer.body)
+        size = sum(len(cached.body) for cached in self._answers.values()) + len(answer.body)
         if view is not self._view or size > MOST_BYTES or len(self._answers) >= MOST_ANSWERS:
             self._view, self._answers = view, {}
         self._answers[key] = answer
@@ -165,10 +165,10 @@ class ResponseCache:
                 answer = self.get(view, key) or self.put(view, key, await run_in_threadpool(make))
         return respond(answer)
 
-    async def ask_worker(self, request: Request, worker: Worker, view: View, name: str, **given: Any) -> Response:
+    async def ask_worker(self, request: Request, worker: Worker, view: View, name: str, **arguments: Any) -> Response:
         """Return the stored response, or the worker's answer to the question `name`."""
-        key = name, *given.items()
-        answer = self.get(view, key) or self.put(view, key, await worker.ask(request, name, view=view, **given))
+        key = name, *arguments.items()
+        answer = self.get(view, key) or self.put(view, key, await worker.ask(request, name, view=view, **arguments))
         return respond(answer)
 
 
@@ -187,10 +187,10 @@ async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
         yield answer.body[first : first + PIECE_BYTES]
 
 
-def describe_errors(error: ValidationError | RequestValidationError, most: int | None = None) -> tuple[list[Any], str]:
+def describe_errors(error: ValidationError | RequestValidationError, limit: int | None = None) -> tuple[list[Any], str]:
     """Return the invalid parts of a body or query with reasons, at most `most`; and the same in one line."""
-    found = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:most]]
-    return found, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in found)
+    errors = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:limit]]
+    return errors, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in errors)
 
 
 def convert_errors(app: FastAPI) -> None:
@@ -212,10 +212,10 @@ def convert_errors(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas["Problem"] = _PROBLEMS["schema"]
-            app.openapi_schema = made
+            app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -268,15 +268,15 @@ def read_record(body: bytes) -> RunRecord:
     try:
         PostedRecord.model_validate(record)
     except ValidationError as error:
-        found, detail = describe_errors(error, 16)
-        raise ProblemError(422, detail, errors=found) from None
+        errors, detail = describe_errors(error, 16)
+        raise ProblemError(422, detail, errors=errors) from None
     try:
-        made = record_of(record)
+        stored = record_of(record)
     except plain.MisfitError as error:
         raise ProblemError(422, f"the body is not a run record: {error}") from None
-    if len(dumps(made)) > MOST_RECORD_BYTES:  # as stored, which may be larger than received
+    if len(dumps(stored)) > MOST_RECORD_BYTES:  # as stored, which may be larger than received
         raise ProblemError(422, f"the stored record would have more than {MOST_RECORD_BYTES} bytes")
-    return made
+    return stored
 
 
 # The application and its endpoints.
@@ -386,8 +386,8 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problem_responses(404, 500))
     async def cluster_page(request: Request, query: Annotated[ClusterPage, Query()]) -> Response:
         """Every node that publishes: faults, the table, and which nodes are odd."""
-        given = {"source": source, "interval": state.interval_seconds, **query.model_dump()}
-        return respond(await worker.ask(request, "cluster_page", view=state.current(), **given))
+        arguments = {"source": source, "interval": state.interval_seconds, **query.model_dump()}
+        return respond(await worker.ask(request, "cluster_page", view=state.current(), **arguments))
 
     @app.get("/what-if", tags=["page"], response_class=HTMLResponse, responses=_FORM)
     async def what_if(request: Request, query: Annotated[WhatIf, Query()]) -> Response:
@@ -407,13 +407,13 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
 def _facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     """Add the endpoints that return one part of the newest view."""
 
-    def add(name: str, about: str, make: Callable[[View], Any], model: Any = None, *more: int) -> None:
+    def add(name: str, about: str, make: Callable[[View], Any], model: Any = None, *statuses: int) -> None:
         async def fact() -> Response:
             view = state.current()
             return await rendered.render(view, name, lambda: make_document(make(view)))
 
         app.add_api_route(f"/{name}", fact, name=name, description=about, tags=["facts"], response_model=model,
-                          responses=problem_responses(*more))  # fmt: skip
+                          responses=problem_responses(*statuses))  # fmt: skip
 
     def last_benchmark(view: View) -> BenchResult:
         if view.bench is None:
@@ -457,8 +457,8 @@ def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: 
     @app.get("/nodes", tags=["facts"], responses=problem_responses())
     async def nodes(request: Request) -> Response:
         """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
-        given = {"source": source, "interval": state.interval_seconds}
-        return respond(await worker.ask(request, "nodes", view=state.current(), **given))
+        arguments = {"source": source, "interval": state.interval_seconds}
+        return respond(await worker.ask(request, "nodes", view=state.current(), **arguments))
 
     @app.get("/recommendations", tags=["advice"], response_model=Recommendation,
              responses={**problem_responses(500), **text_responses("text/plain")})  # fmt: skip
@@ -477,10 +477,10 @@ def _gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     def judged(checks: Iterable[Finding], options: GateOptions) -> Gate:
         """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
         try:
-            found = select(checks, require=options.require, skip=options.skip, known=ALL_CODES)
+            selected = select(checks, require=options.require, skip=options.skip, codes=ALL_CODES)
         except GateError as error:
             raise ProblemError(400, str(error)) from None
-        return Gate(verdict=judge(found, fail_on=options.fail_on), checks=sort_worst_first(found))
+        return Gate(verdict=judge(selected, fail_on=options.fail_on), checks=sort_worst_first(selected))
 
     @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problem_responses())
     async def preflight(options: Annotated[GateOptions, Query()]) -> Response:

@@ -103,9 +103,9 @@ class State:
             raise ProblemError(409, "this agent stores nothing, because it has no state folder",
                                grant="start it with --state FOLDER, one that it may write into")  # fmt: skip
         with self._storing:
-            for known in self._runs():
-                if (known.host, known.started_at) == (record.host, record.started_at):  # one job at a time on a host
-                    if replace(known, posted_by=None) == replace(record, posted_by=None):
+            for stored in self._runs():
+                if (stored.host, stored.started_at) == (record.host, record.started_at):  # one job at a time on a host
+                    if replace(stored, posted_by=None) == replace(record, posted_by=None):
                         return False
                     raise ProblemError(409, f"another record of {str(record.host)[:64]}, started at "
                                             f"{record.started_at}, is stored here")  # fmt: skip
@@ -238,9 +238,9 @@ def read_owner(token: str, node: str) -> dict[str, Any] | None:
     """
     try:
         claims = token.split(".")[1]
-        named = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]["node"]
-        if named["name"] == node and named["uid"]:  # signed by the API server; no decision depends on them
-            return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": str(named["uid"])}
+        node_claim = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]["node"]
+        if node_claim["name"] == node and node_claim["uid"]:  # signed by the API server; no decision depends on them
+            return {"apiVersion": "v1", "kind": "Node", "name": node, "uid": str(node_claim["uid"])}
     except (IndexError, KeyError, TypeError, ValueError):
         pass
     log.info("the record of %s gets no owner: the token does not name the Node, so the record outlives it", node)

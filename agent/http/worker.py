@@ -67,12 +67,12 @@ class Answer:
 class ProblemError(Exception):
     """A request that cannot be answered; it becomes a problem document."""
 
-    def __init__(self, status: int, detail: str, *, headers: dict[str, str] | None = None, **more: Any) -> None:
+    def __init__(self, status: int, detail: str, *, headers: dict[str, str] | None = None, **members: Any) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.headers = headers
-        self.more = more
+        self.more = members
 
 
 def _busy(detail: str) -> ProblemError:
@@ -166,17 +166,17 @@ class Worker:
         self._process: _Process | None = None
         self._stopping = False
 
-    async def ask(self, request: Request, name: str, *, view: View | None = None, **given: Any) -> Answer:
+    async def ask(self, request: Request, name: str, *, view: View | None = None, **arguments: Any) -> Answer:
         """Return the answer to the question `name`; the arguments are plain and hashable.
 
         ProblemError: 503 if too many questions wait, it takes too long or the client disconnects; else the worker's.
         """
-        key = name, tuple(sorted(given.items())), id(view)
+        key = name, tuple(sorted(arguments.items())), id(view)
         job = self._jobs.get(key)
         if job is None:
             if self._stopping or len(self._jobs) >= self._most:
                 raise _busy(f"{self._most} such requests are already waiting")
-            job = self._jobs[key] = _Job(name=name, given=given, view=view)
+            job = self._jobs[key] = _Job(name=name, given=arguments, view=view)
             job.answered = self._thread.submit(self._serve, job)
             job.answered.add_done_callback(lambda _: self._jobs.pop(key, None))
         job.waiting += 1
@@ -263,20 +263,20 @@ class WorkerData:
         self._listed_at = time.monotonic()
 
 
-def recommendations(known: WorkerData, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
+def recommendations(data: WorkerData, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
     """Return environment and layout of this node, as JSON or as an export."""
-    wanted = advise.Request.of(**dict(options), allow_files=False)
-    advice = advise.advise_view(known.view, wanted)
+    request = advise.Request.of(**dict(options), allow_files=False)
+    advice = advise.advise_view(data.view, request)
     if form in advise.EXPORTS:
-        return Answer(body=advise.export(advice, form, nodes=wanted.nodes or 1).encode(), media_type="text/plain")
+        return Answer(body=advise.export(advice, form, nodes=request.nodes or 1).encode(), media_type="text/plain")
     return make_document(advice)
 
 
-def what_if(known: WorkerData, *, fields: tuple[tuple[str, str], ...]) -> Answer:
+def what_if(data: WorkerData, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
     from agent.http import pages
 
-    form, view = dict(fields), known.view
+    form, view = dict(fields), data.view
     if not form.get("model"):
         return make_page(pages.render_what_if_page(view, form, None, ""))
     try:
@@ -286,25 +286,23 @@ def what_if(known: WorkerData, *, fields: tuple[tuple[str, str], ...]) -> Answer
         return make_page(pages.render_what_if_page(view, form, None, str(error)), 400)
 
 
-def nodes(known: WorkerData, *, source: str, interval: float) -> Answer:
+def nodes(data: WorkerData, *, source: str, interval: float) -> Answer:
     """Return every node as a row, and the number of nodes per verdict; `list_error` is why the rows may be outdated."""
     now = time.time()
-    rows = [make_row(record, now) for record in known.fleet(source, interval).records()]
-    counts = dict(sorted(Counter(made["verdict"] for made in rows).items()))
-    more = {"note": MORE} if source != "kubernetes" else {"list_error": known.error} if known.error else {}
-    return make_document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **more})
+    rows = [make_row(record, now) for record in data.fleet(source, interval).records()]
+    counts = dict(sorted(Counter(row["verdict"] for row in rows).items()))
+    extra = {"note": MORE} if source != "kubernetes" else {"list_error": data.error} if data.error else {}
+    return make_document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **extra})
 
 
-def cluster_page(
-    known: WorkerData, *, source: str, interval: float, node: str | None, search: str, page: int
-) -> Answer:
+def cluster_page(data: WorkerData, *, source: str, interval: float, node: str | None, search: str, page: int) -> Answer:
     """Return the page of all publishing nodes, or of one node by name. Raises ProblemError if the name is unknown."""
     from agent.http import pages
 
-    fleet = known.fleet(source, interval)
+    fleet = data.fleet(source, interval)
     if node is None:
-        made = pages.render_fleet_page(fleet, source=source, list_error=known.error, search=search, page=page)
-        return make_page(made)
+        page_text = pages.render_fleet_page(fleet, source=source, list_error=data.error, search=search, page=page)
+        return make_page(page_text)
     record = fleet.record(node)
     if record is None:
         raise ProblemError(404, f"node={node}: no agent publishes a node of that name")
@@ -318,19 +316,19 @@ QUESTIONS: dict[str, Callable[..., Answer]] = {
 
 def read_form(form: Mapping[str, str]) -> advise.Request:
     """Parse a form; an empty field counts as omitted. Raises RequestError that names an invalid field."""
-    given = {name: text.strip() for name, text in form.items() if text.strip()}
+    values = {name: text.strip() for name, text in form.items() if text.strip()}
     try:
-        return advise.Request.of(**dict(question.model().model_validate(given)), allow_files=False)
+        return advise.Request.of(**dict(question.model().model_validate(values)), allow_files=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name, allowed = str(first["loc"][0]), re.sub("^(Input|String) should", "must", first["msg"])
-        raise RequestError(f"{name}={given[name][:40]}: {allowed}") from None
+        raise RequestError(f"{name}={values[name][:40]}: {allowed}") from None
 
 
-def answer(known: WorkerData, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
+def answer(data: WorkerData, name: str, payload: Mapping[str, Any]) -> Answer | ProblemError:
     """Answer one question; every exception becomes a ProblemError."""
     try:
-        return QUESTIONS[name](known, **payload)
+        return QUESTIONS[name](data, **payload)
     except ProblemError as error:
         return error
     except RequestError as error:
@@ -340,15 +338,15 @@ def answer(known: WorkerData, name: str, payload: Mapping[str, Any]) -> Answer |
         return ProblemError(500, "the question could not be answered; the agent's log says why")
 
 
-def send(pipe: Connection, found: Answer | ProblemError) -> None:
+def send(pipe: Connection, result: Answer | ProblemError) -> None:
     """Send only texts and bytes, so that the agent never unpickles objects from the worker."""
-    header: dict[str, Any] = {"status": found.status}
-    if isinstance(found, ProblemError):
-        header |= {"detail": found.detail, "headers": found.headers}
+    header: dict[str, Any] = {"status": result.status}
+    if isinstance(result, ProblemError):
+        header |= {"detail": result.detail, "headers": result.headers}
     else:
-        header |= {"media_type": found.media_type, "headers": dict(found.headers)}
+        header |= {"media_type": result.media_type, "headers": dict(result.headers)}
     pipe.send_bytes(json.dumps(header).encode())
-    pipe.send_bytes(found.body if isinstance(found, Answer) else b"")
+    pipe.send_bytes(result.body if isinstance(result, Answer) else b"")
 
 
 def main() -> None:
@@ -357,12 +355,12 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")  # without memory, the kernel kills this and not the agent
     log_to_stderr()
-    pipe, known = Connection(int(sys.argv[1])), WorkerData()
+    pipe, data = Connection(int(sys.argv[1])), WorkerData()
     pipe.send_bytes(b"ready")
     with contextlib.suppress(EOFError, ConnectionError):
         while pipe.poll(float(sys.argv[2])):  # longest idle time in seconds
             kind, payload = pipe.recv()
             if kind == "view":
-                known.view = payload
+                data.view = payload
             else:
-                send(pipe, answer(known, kind, payload))
+                send(pipe, answer(data, kind, payload))

@@ -26,7 +26,7 @@ from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
 from collectives.bench.plan import BenchSpec, Case, Expect, SpecError
 from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite
-from collectives.bench.run import run, visible_backend
+from collectives.bench.run import detect_backend, run
 from contracts import plain
 from contracts.finding import Finding, Status
 from planner.forecast.calibration import Calibration, parse_calibration
@@ -71,29 +71,29 @@ def stop_on_signals(
             signal.signal(number, handler)
 
 
-def list_gpu_processes(found: Sequence[Snapshot]) -> tuple[int, ...]:
+def list_gpu_processes(snapshots: Sequence[Snapshot]) -> tuple[int, ...]:
     """Return the ids of processes that use this host's GPUs."""
     return tuple(
         process.pid
-        for snapshot in found
+        for snapshot in snapshots
         if (facts := snapshot.facts(GpuFacts))
         for gpu in facts.gpus
         for process in gpu.processes or ()
     )
 
 
-def count_default_ranks(found: Sequence[Snapshot]) -> int:
+def count_default_ranks(snapshots: Sequence[Snapshot]) -> int:
     """Return one rank per usable GPU of this host; 2 if there is none."""
-    for snapshot in found:
+    for snapshot in snapshots:
         facts = snapshot.facts(GpuFacts)
         if facts and facts.gpus:
             return max(1, sum(1 for gpu in facts.gpus if not gpu.error))
     return 2
 
 
-def has_gpu(found: Sequence[Snapshot]) -> bool:
+def has_gpu(snapshots: Sequence[Snapshot]) -> bool:
     """Return whether any of these hosts shows a GPU."""
-    return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in found)
+    return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in snapshots)
 
 
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
@@ -112,7 +112,7 @@ def build_preflight_spec(
 
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
-    expect = make_expect(found) if (backend or visible_backend()) == "nccl" else None
+    expect = make_expect(found) if (backend or detect_backend()) == "nccl" else None
     large = (measured.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
@@ -179,20 +179,20 @@ def calibrate_host(
 _NVLS_SINCE = (2, 17)
 
 
-def describe_links(found: Sequence[Snapshot], ranks: int, due: Due | None = None) -> dict[str, Any]:
+def describe_links(snapshots: Sequence[Snapshot], ranks: int, due: Due | None = None) -> dict[str, Any]:
     """Return this host's links as plain values for the ranks of other hosts; empty without a GPU."""
-    if not found:
+    if not snapshots:
         return {}
-    node = build(found[0])
+    node = build(snapshots[0])
     if not node.gpus:
         return {}
     links = {name: host_links(node, range(ranks), name, due) for name in BARS}
     return {name: asdict(each) for name, each in links.items()} | {"nvlink_domain": links[CURRENT].domain}
 
 
-def make_expect(found: Sequence[Snapshot]) -> Expect | None:
+def make_expect(snapshots: Sequence[Snapshot]) -> Expect | None:
     """Return the function that gives the bars of each result of a run; None if this host shows no GPU."""
-    if not found or not build(found[0]).gpus:
+    if not snapshots or not build(snapshots[0]).gpus:
         return None
 
     def bars(op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
@@ -205,7 +205,7 @@ def make_expect(found: Sequence[Snapshot]) -> Expect | None:
 
 
 def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> Bar:
-    nvls, words = detect_nvls(hello[0])
+    nvls, notes = detect_nvls(hello[0])
     first: dict[str, Mapping[str, Any]] = {}
     for row in hello:
         first.setdefault(str(row["host"]), row)
@@ -213,15 +213,15 @@ def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[s
     if any(each is None for each in hosts):
         return Bar(name=name, why=("the links of a host are not known: its ranks did not report them",))
     paths = joined([each for each in hosts if each is not None], len(hello), nvls=nvls)
-    found = bandwidth(paths, op, size_bytes, len(hello))
-    if not isinstance(found, Expected):
-        return Bar(name=name, why=tuple(dict.fromkeys((found.words(), *paths.words))))
-    ring = bandwidth(paths, op, size_bytes, len(hello), ring=True) if found.algorithm == "NVLS" else None
+    expected = bandwidth(paths, op, size_bytes, len(hello))
+    if not isinstance(expected, Expected):
+        return Bar(name=name, why=tuple(dict.fromkeys((expected.words(), *paths.words))))
+    ring = bandwidth(paths, op, size_bytes, len(hello), ring=True) if expected.algorithm == "NVLS" else None
     other = ring.interval.high if isinstance(ring, Expected) else None
-    known = found.interval
+    known = expected.interval
     return Bar(
-        name=name, low=known.low, typical=known.mid, high=known.high, algorithm=found.algorithm, ring_high=other,
-        why=(*words, *found.derivation),
+        name=name, low=known.low, typical=known.mid, high=known.high, algorithm=expected.algorithm, ring_high=other,
+        why=(*notes, *expected.derivation),
     )  # fmt: skip
 
 
@@ -253,10 +253,10 @@ def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 
 def build_spec(options: Mapping[str, Any]) -> BenchSpec:
     """Return the benchmark that the command line describes, on this host."""
-    found = read_snapshots((), ALL)
-    ranks = options["ranks"] or count_default_ranks(found)
+    snapshots = read_snapshots((), ALL)
+    ranks = options["ranks"] or count_default_ranks(snapshots)
     budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
-    spec = build_preflight_spec(found, ranks, budget, force=options["force"], hosts=options["hosts"],
+    spec = build_preflight_spec(snapshots, ranks, budget, force=options["force"], hosts=options["hosts"],
                           quick=options["quick"])  # fmt: skip
     ops = options["ops"] or spec.ops
     sizes = options["sizes"] or tuple(dict.fromkeys(case.bytes for case in spec.cases))
@@ -266,17 +266,17 @@ def build_spec(options: Mapping[str, Any]) -> BenchSpec:
         hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
         node_rank=options["node_rank"] if options["hosts"] > 1 else None,
         startup_seconds=options["startup"] or (STARTUP_SECONDS if options["hosts"] == 1 else HOSTS_SECONDS),
-        environment=advise_network_environment(found) if options["hosts"] > 1 and not options["no_advice"] else {},
+        environment=advise_network_environment(snapshots) if options["hosts"] > 1 and not options["no_advice"] else {},
     )  # fmt: skip
 
 
-def advise_network_environment(found: Sequence[Snapshot]) -> dict[str, str]:
+def advise_network_environment(snapshots: Sequence[Snapshot]) -> dict[str, str]:
     """Return the advised environment of a multi-node job without variables already set: its network is measured.
 
     In a pod with a secondary network this names the interface; otherwise the ranks would use the default network.
     """
-    cluster = join([build(snapshot) for snapshot in found])
-    advised = nccl_env.settings(situation(found, cluster, multi_node=True)).settings
+    cluster = join([build(snapshot) for snapshot in snapshots])
+    advised = nccl_env.settings(situation(snapshots, cluster, multi_node=True)).settings
     return {s.name: s.value for s in advised if s.name.startswith(("NCCL_", "GLOO_")) and s.name not in os.environ}
 
 
@@ -309,15 +309,15 @@ LEAST, USUAL = 0.90, 0.97
 HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 
 
-def select_ports(snapshot: Snapshot, wanted: Sequence[str]) -> list[Port]:
+def select_ports(snapshot: Snapshot, names: Sequence[str]) -> list[Port]:
     """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
     every = [(device, port) for device, port in _list_ports(snapshot) if port.state == "ACTIVE"]
-    found = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
-    for name in wanted:
-        if not any(name in (port.device, str(port)) for port in found):
-            have = ", ".join(map(str, found)) or "none"
+    ports = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
+    for name in names:
+        if not any(name in (port.device, str(port)) for port in ports):
+            have = ", ".join(map(str, ports)) or "none"
             raise GateError(f"--device {name}: no ACTIVE RDMA port of that name; ACTIVE here: {have}")
-    return [port for port in found if not wanted or port.device in wanted or str(port) in wanted]
+    return [port for port in ports if not names or port.device in names or str(port) in names]
 
 
 def _list_ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
@@ -327,19 +327,19 @@ def _list_ports(snapshot: Snapshot) -> list[tuple[RdmaDevice, RdmaPort]]:
 
 def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaWrite]) -> RdmaResult:
     """Add to each port its rate and the bars for its writes."""
-    known = {f"{device.name}:{port.port}": (device, port) for device, port in _list_ports(snapshot)}
+    by_name = {f"{device.name}:{port.port}": (device, port) for device, port in _list_ports(snapshot)}
     nics = {nic.name: nic for nic in build(snapshot).nics}
-    made = []
+    writes = []
     for write in result.writes:
-        device, port = known[write.port]
-        equals = [p for d, p in known.values() if (d.kind, d.model) == (device.kind, device.model)]
+        device, port = by_name[write.port]
+        equals = [p for d, p in by_name.values() if (d.kind, d.model) == (device.kind, device.model)]
         bars = _make_port_bars(write, device, port, equals, nics.get(device.name))
         then = before.get(write.port)
         if then is not None:
             mtu = (f"in packets of {then.mtu_bytes} bytes",) if then.mtu_bytes else ()
             bars = (measured.make_baseline_bar(then.bytes_per_second, *mtu), *bars)
-        made.append(replace(write, rate_bytes_per_second=port.rate_bytes_per_second, bars=bars))
-    return replace(result, writes=tuple(made))
+        writes.append(replace(write, rate_bytes_per_second=port.rate_bytes_per_second, bars=bars))
+    return replace(result, writes=tuple(writes))
 
 
 def _make_port_bars(
@@ -347,8 +347,8 @@ def _make_port_bars(
 ) -> tuple[Bar, ...]:
     """Return both bars: HEALTHY (rate of the fastest equal port here, PCIe slot) and CURRENT (own rate, PCIe link)."""
     if device.kind == "rxe":
-        why = ("Soft-RoCE moves data through the CPU, so its rate is no reference; use --baseline",)
-        return (Bar(name=HEALTHY, why=why), Bar(name=CURRENT, why=why))
+        reason = ("Soft-RoCE moves data through the CPU, so its rate is no reference; use --baseline",)
+        return (Bar(name=HEALTHY, why=reason), Bar(name=CURRENT, why=reason))
     slot = nic.pcie_bytes_per_second if nic else None
     running = (nic.pcie_running_bytes_per_second or slot) if nic else None
     due = max((max(p.rate_bytes_per_second or 0.0, p.rate_max_bytes_per_second or 0.0) for p in equals), default=0.0)
@@ -363,12 +363,12 @@ def _make_port_bar(name: str, write: RdmaWrite, port: RdmaPort, rate: float | No
         return Bar(name=name, why=("the port's rate is not known",))
     header, mtu = HEADER_BYTES.get(port.link_layer or "", 0), write.mtu_bytes or port.active_mtu_bytes or 4096
     payload = mtu / (mtu + header)
-    why = [f"the port carries {units.bits(rate)}, {payload:.1%} of it as payload in packets of {mtu} bytes"]
+    reasons = [f"the port carries {units.bits(rate)}, {payload:.1%} of it as payload in packets of {mtu} bytes"]
     wire = rate * payload
     if pcie is not None and pcie * RAW_OVER_PLAN < wire:
         wire = pcie * RAW_OVER_PLAN
-        why.append(f"its PCIe link carries {units.rate(wire)}")
-    return Bar(name=name, low=LEAST * wire, typical=USUAL * wire, high=wire, why=tuple(why))
+        reasons.append(f"its PCIe link carries {units.rate(wire)}")
+    return Bar(name=name, low=LEAST * wire, typical=USUAL * wire, high=wire, why=tuple(reasons))
 
 
 def check_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Finding]:
@@ -378,16 +378,16 @@ def check_writes(result: RdmaResult, before: Mapping[str, RdmaWrite]) -> list[Fi
 
 def _check_write(write: RdmaWrite, result: RdmaResult, then: RdmaWrite | None) -> Finding:
     value = write.bytes_per_second
-    known = [bar for bar in write.bars if bar.low is not None]
+    bars = [bar for bar in write.bars if bar.low is not None]
     evidence = tuple(f"{bar.name}: {format_bar(bar)}" for bar in write.bars) + tuple(
-        dict.fromkeys(why for bar in write.bars for why in bar.why)
+        dict.fromkeys(reason for bar in write.bars for reason in bar.why)
     )
-    shown = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in known)
-    message = f"{units.rate(value)} to {result.peer}" + (f" of {shown}" if shown else "")
-    status = min((measured.judge_bandwidth(value, bar) for bar in known), key=ORDER.index, default=Status.UNKNOWN)
+    listed = "; ".join(f"{format_bar(bar)} {bar.name}" for bar in bars)
+    message = f"{units.rate(value)} to {result.peer}" + (f" of {listed}" if listed else "")
+    status = min((measured.judge_bandwidth(value, bar) for bar in bars), key=ORDER.index, default=Status.UNKNOWN)
     if status == "unknown":
         message += f": {write.bars[0].why[0]}" if write.bars else ""
-    now = next((bar for bar in known if bar.name == CURRENT), None)
+    now = next((bar for bar in bars if bar.name == CURRENT), None)
     if status in ("unknown", "pass"):
         key = f"{LOW_BANDWIDTH} pass"
     elif now is not None and now.low is not None and value >= now.low:

@@ -54,7 +54,7 @@ def build_spec(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
         "node_selector": dict(split_pair("--node-selector", word) for word in options["node_selector"]),
         "limits": dict(split_pair("--resource", word) for word in options["resources"]),
     }
-    select((), require=options["require"], known=ALL_CODES)
+    select((), require=options["require"], codes=ALL_CODES)
     if options["require"] and not options["preflight_image"]:
         raise JobError(_texts("no_gate", check=options["require"][0]))
     if options["dra"]:
@@ -62,7 +62,7 @@ def build_spec(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
             raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
         needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
         advice = replace(advice, needs=tuple(needs))
-    spec = manifests.from_advice(
+    spec = manifests.make_job_spec(
         advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
         config_map=f"{name}-config", **optional,
     )  # fmt: skip
@@ -87,16 +87,16 @@ def list_warnings(spec: JobSpec) -> Iterator[str]:
         yield _texts("no_claim")
 
 
-def _device_classes(words: Sequence[str]) -> tuple[str, str]:
+def _device_classes(arguments: Sequence[str]) -> tuple[str, str]:
     """Return the DeviceClasses of GPU and NIC from --dra gpu=NAME and nic=NAME, by default the usual names."""
-    found = dict(zip(("gpu", "nic"), manifests.DEVICE_CLASSES, strict=True))
-    for word in words:
+    classes = dict(zip(("gpu", "nic"), manifests.DEVICE_CLASSES, strict=True))
+    for word in arguments:
         kind, name = split_pair("--dra", word)
-        if kind not in found:
+        if kind not in classes:
             raise JobError(f"--dra {word}: must be gpu=NAME or nic=NAME, NAME a DeviceClass of the cluster")
         manifests.check_form("object", "--dra=", name)
-        found[kind] = name
-    return found["gpu"], found["nic"]
+        classes[kind] = name
+    return classes["gpu"], classes["nic"]
 
 
 def without_compute_domain(advice: Recommendation) -> Recommendation:
@@ -113,30 +113,30 @@ def build_documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, .
     return config_map + manifests.APIS[api](spec)
 
 
-def add_rails(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot]) -> Recommendation:
+def add_rails(advice: Recommendation, options: Mapping[str, Any], hosts: Sequence[Snapshot]) -> Recommendation:
     """Adapt the recommendation to the networks that --network prints with the job, if there are several.
 
     The record of a pod attached to them already contains them, and a single-node job does not need them.
     """
-    if not options["with_network"] or (options["nodes"] or 1) == 1 or networks.seen_from_a_pod(found):
+    if not options["with_network"] or (options["nodes"] or 1) == 1 or networks.list_pod_netdevs(hosts):
         return advice
-    spec = networks.from_snapshots(found, namespace=options["namespace"])
+    spec = networks.from_snapshots(hosts, namespace=options["namespace"])
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
-    named = family("rdma/*", [word.partition("=")[0] for word in options["resources"]])
-    return networks.attached(
-        advice, found, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
-        resource=None if named else f"rdma/{networks.RESOURCE}",
+    own_resource = family("rdma/*", [word.partition("=")[0] for word in options["resources"]])
+    return networks.attach(
+        advice, hosts, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
+        resource=None if own_resource else f"rdma/{networks.RESOURCE}",
     )  # fmt: skip
 
 
-def list_network_warnings(found: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
+def list_network_warnings(hosts: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
     """Warn about the network resources of these nodes."""
-    names, spec = networks.seen_from_a_pod(found), networks.from_snapshots(found)
+    names, spec = networks.list_pod_netdevs(hosts), networks.from_snapshots(hosts)
     if names:
         yield _texts("names_of_pods", names=", ".join(names))
-    elif len(rails := spec.rails()) > 1 and (taken := networks.in_use([rail.range for rail in rails], found)):
-        yield _texts("ranges_in_use", taken=taken)
+    elif len(rails := spec.rails()) > 1 and (ranges_in_use := networks.in_use([rail.range for rail in rails], hosts)):
+        yield _texts("ranges_in_use", taken=ranges_in_use)
     if host_mofed is None and spec.host_mofed is None:
         yield _texts("driver_unknown")
 
@@ -158,12 +158,12 @@ def build_claim(options: Mapping[str, Any]) -> tuple[Document, ...]:
     )  # fmt: skip
 
 
-def build_plan(advice: Recommendation, options: Mapping[str, Any], found: Sequence[Snapshot] = ()) -> JobPlan:
+def build_plan(advice: Recommendation, options: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> JobPlan:
     """Return the job's plan, which writes to the claim unless the settings name a folder. Raises RequestError."""
     output = str(_read_explicit_settings(options).get("output_dir", ""))
     folder = _place_on_claim(output or options["name"])
     more = (f"output_dir={folder}",) if name_claim(options) else ()
-    plan = job_settings.build_job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), found)
+    plan = job_settings.build_job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), snapshots)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
@@ -177,8 +177,8 @@ def _place_on_claim(folder: str) -> str:
 def refuse_untrainable(advice: Recommendation, options: Mapping[str, Any]) -> None:
     """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
     explicit, nodes = _read_explicit_settings(options), options["nodes"] or 1
-    if why := job_settings.why_untrainable(advice, explicit):
-        raise JobError(why)
+    if refusal := job_settings.why_untrainable(advice, explicit):
+        raise JobError(refusal)
     if nodes > 1 and not name_claim(options):
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
@@ -195,7 +195,7 @@ def _read_explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
 # Create the job in its cluster, and read its state.
 
 
-def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
+def create(client: Client, documents: Sequence[Document]) -> Iterator[str]:
     """Create the objects through the API, after the server has accepted each in a dry run.
 
     The job, which is last, must be new. An existing claim is not changed; other objects are applied over those of an
@@ -203,10 +203,10 @@ def create(client: Client, made: Sequence[Document]) -> Iterator[str]:
     """
     done: list[str] = []
     for really in (False, True):
-        for document in made:
+        for document in documents:
             name = object_name(document)
             try:
-                line = _send(client, document, is_job=document is made[-1], dry_run=not really)
+                line = _send(client, document, is_job=document is documents[-1], dry_run=not really)
             except ApiError as error:
                 so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
                 unserved = error.status == 404 and not str(error).startswith("namespaces ")
@@ -244,8 +244,8 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
             return "already exists and was not changed"
         state = read_job_state(client.get(path))
         if state == "failed":
-            where = document["metadata"].get("namespace") or client.namespace
-            delete = f"`kubectl delete {object_name(document)} -n {where}`"
+            namespace = document["metadata"].get("namespace") or client.namespace
+            delete = f"`kubectl delete {object_name(document)} -n {namespace}`"
             again = f"{delete}, then the same command resumes from its checkpoints"
             raise ApiError(409, f"{error}, and has failed: {again}") from None
         state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
@@ -298,11 +298,11 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
     """Return why a pod does not run: a container that cannot start, the scheduler, or its phase; empty if it runs."""
     status = pod.get("status") or {}
     waiting = [(each.get("state") or {}).get("waiting") or {} for each in _containers(status)]
-    found = [each for each in waiting if each.get("reason") not in (None, "PodInitializing")]
-    found += [each for each in status.get("conditions") or ()
+    reasons = [each for each in waiting if each.get("reason") not in (None, "PodInitializing")]
+    reasons += [each for each in status.get("conditions") or ()
               if each.get("type") == "PodScheduled" and each.get("status") == "False"]  # fmt: skip
-    found += [{"reason": "Pending"}] if status.get("phase") == "Pending" else []
-    return _line(pod["metadata"]["name"], str(found[0].get("reason")), found[0].get("message")) if found else ""
+    reasons += [{"reason": "Pending"}] if status.get("phase") == "Pending" else []
+    return _line(pod["metadata"]["name"], str(reasons[0].get("reason")), reasons[0].get("message")) if reasons else ""
 
 
 def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -317,13 +317,13 @@ def describe_failure(pod: Mapping[str, Any]) -> str:
     for each in _containers(status):
         ended = (each.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
-            why = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"
+            reason = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"
             text, record = _read_termination_message(each)
-            words = f"{each.get('name')} ended with exit code {ended['exitCode']}{why}"
-            return _line(pod["metadata"]["name"], words, redact(str(record.get("reason") or "") if record else text))
+            ending = f"{each.get('name')} ended with exit code {ended['exitCode']}{reason}"
+            return _line(pod["metadata"]["name"], ending, redact(str(record.get("reason") or "") if record else text))
     return _line(pod["metadata"]["name"], str(status.get("reason") or "Failed"), status.get("message"))
 
 
-def _line(what: str, reason: str, message: object) -> str:
+def _line(name: str, reason: str, message: object) -> str:
     text = " ".join(str(message or "").split())[:400]
-    return ": ".join(part for part in (what, reason, text) if part)
+    return ": ".join(part for part in (name, reason, text) if part)

@@ -60,7 +60,7 @@ class FinishedJob:
             ending = "the job was done by then"
         elif self.cut_short:
             ending = f"the job ended without saving (exit code {self.exit_code}); " + _AGAIN
-        elif (failed := run_record.first_failed_rank("\n".join(self.last_lines))) and failed.signal:
+        elif (failed := run_record.find_first_failed("\n".join(self.last_lines))) and failed.signal:
             ending = f"rank {failed.rank} was ended by {failed.signal}; " + _AGAIN
         else:
             ending = f"the job ended with exit code {self.exit_code}" + (f": {self.raised}" if self.raised else "")
@@ -74,9 +74,9 @@ def build_command(plan: Path, ranks: int) -> list[str]:
 
 def build_torchrun_command(job: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
     """Return the command that runs `ranks` ranks of a job on this host."""
-    words = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     # ranks survive if torchrun is killed, so each is set to end with torchrun
-    return [*words, "--no-python", *processes.tie_to_parent(job, parent=0)]
+    return [*command, "--no-python", *processes.tie_to_parent(job, parent=0)]
 
 
 def train(
@@ -91,10 +91,10 @@ def train(
     output.mkdir(parents=True, exist_ok=True)
     write_atomic(output / "plan.json", dump_plan(plan))
     began, ranks = time.time(), plan.layout.world_size
-    words, variables = build_command(output / "plan.json", ranks), build_environment(plan.environment, ranks)
-    ended = run(words, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
-    own = run_record.own_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
-    ended = replace(ended, exit_code=own)
+    command, variables = build_command(output / "plan.json", ranks), build_environment(plan.environment, ranks)
+    ended = run(command, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
+    exit_code = run_record.read_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
+    ended = replace(ended, exit_code=exit_code)
     return replace(ended, record=finish_record(output / "run.json", ended, began))
 
 
@@ -116,7 +116,7 @@ def build_environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]
 
 
 def run(
-    words: Sequence[str],
+    command: Sequence[str],
     variables: Mapping[str, str],
     output: Path,
     timeout_seconds: float,
@@ -131,11 +131,11 @@ def run(
     signals = stop_on_signals(signal.SIGTERM, stop=stop)
     with log.open("wb") as stream, signals as (stopping, _), processes.run_folder() as temporary:
         # torchrun leaves files in TMPDIR when it is killed
-        tree = processes.Tree(words, {**variables, "TMPDIR": str(temporary)}, stream)
+        tree = processes.Tree(command, {**variables, "TMPDIR": str(temporary)}, stream)
         with _follow_log(log, on_line):
             try:
-                late = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
-                cut_short = late[tree.wait(time.monotonic() + timeout_seconds, stopping)]
+                reasons = {"": "", "stopped": "stopped by SIGTERM", "late": f"not done within {timeout_seconds:.0f} s"}
+                cut_short = reasons[tree.wait(time.monotonic() + timeout_seconds, stopping)]
             finally:
                 tree.terminate()
                 killed = tree.wait(time.monotonic() + grace_seconds, threading.Event()) and tree.members()

@@ -65,7 +65,7 @@ class NamespaceHosts:
         return f"10.244.{self.networks.index(network)}.{host + 1}"
 
     def run(
-        self, network: str, module: str, words: Sequence[Sequence[str]], folder: Path, *, seconds: float
+        self, network: str, module: str, arguments: Sequence[Sequence[str]], folder: Path, *, seconds: float
     ) -> list[int]:
         """Run one rank per host, each with its own arguments; logs to rankN.log. Returns the exit codes."""
         ranks = []
@@ -75,7 +75,7 @@ class NamespaceHosts:
                 "MASTER_PORT": "29511", "MASTER_ADDR": self.address(network, 0), "GLOO_SOCKET_IFNAME": network,
             }  # fmt: skip
             log = folder / f"rank{host}.log"
-            ranks.append(fork_rank(module, words[host], environment, self.pids[host], f"host-{host}", log))
+            ranks.append(fork_rank(module, arguments[host], environment, self.pids[host], f"host-{host}", log))
         return wait_for_ranks(ranks, seconds, self.stop)
 
 
@@ -147,13 +147,13 @@ def _import_modules() -> None:
 
 
 def fork_rank(
-    module: str, words: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path
+    module: str, arguments_of_module: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path
 ) -> ForkProcess:
     """Start a rank, which runs `main(words)` of a module.
 
     It enters the network namespace of process `pid` (setns(2)), sets the host name `host` and writes to `log`.
     """
-    arguments = (module, words, environment, pid, host, log, os.getpid())
+    arguments = (module, arguments_of_module, environment, pid, host, log, os.getpid())
     rank = multiprocessing.get_context("fork").Process(target=_run_rank, args=arguments, daemon=True)
     rank.start()
     return rank
@@ -178,7 +178,7 @@ def wait_for_ranks(ranks: Sequence[ForkProcess], seconds: float, stop: threading
 
 
 def _run_rank(
-    module: str, words: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path, parent: int
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path, parent: int
 ) -> None:
     processes.die_with_parent(parent)
     for number in (signal.SIGTERM, signal.SIGINT):  # the handlers of the verb were forked too
@@ -193,4 +193,4 @@ def _run_rank(
         if libc.setns(network.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
             raise OSError(ctypes.get_errno(), f"network namespace of process {pid}")
     socket.sethostname(host)
-    sys.exit(importlib.import_module(module).main(words))
+    sys.exit(importlib.import_module(module).main(arguments))

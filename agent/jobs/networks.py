@@ -90,17 +90,17 @@ class Network:
         return network_bytes_per_second(self.rate or "")
 
 
-def parse(words: Sequence[str], *, here: bool) -> tuple[Network, ...]:
+def parse(arguments: Sequence[str], *, here: bool) -> tuple[Network, ...]:
     """Read the arguments of --over, for networks of this host or of pods. InputError names what is wrong."""
-    found = []
-    for word in words:
-        one = _WORD.fullmatch(word)
-        if not one or one[1] == "lo" or (here and (one[2] or not one[3])):
+    networks = []
+    for word in arguments:
+        match = _WORD.fullmatch(word)
+        if not match or match[1] == "lo" or (here and (match[2] or not match[3])):
             raise InputError(f"--over {word!r}: must be {_TABLE['here' if here else 'pods']}")
-        found.append(Network(name=one[1], attachment=one[2], rate=one[3]))
-    if not found or len({one.name for one in found}) < len(found) or len(found) > MOST_NETWORKS:
+        networks.append(Network(name=match[1], attachment=match[2], rate=match[3]))
+    if not networks or len({network.name for network in networks}) < len(networks) or len(networks) > MOST_NETWORKS:
         raise InputError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
-    return tuple(found)
+    return tuple(networks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,22 +136,22 @@ class NetworkBars:
     @property
     def exit_code(self) -> int:
         """Return 0; 3 if a run failed; 5 if one is unproven or unknown. A network that no node has is neither."""
-        found = {bar.status for bar in self.bars}
-        return 3 if "failed" in found else 5 if found & {"unproven", "unknown"} else 0
+        statuses = {bar.status for bar in self.bars}
+        return 3 if "failed" in statuses else 5 if statuses & {"unproven", "unknown"} else 0
 
 
 def prove_network(record: run_record.RunRecord, interface: str, *, rdma: bool = False) -> tuple[bool, tuple[str, ...]]:
     """Return whether the run's log or sockets prove that it used this network between hosts, with the quotes."""
-    nccl, seen = record.nccl, tuple(record.transports)
+    nccl, transports = record.nccl, tuple(record.transports)
     if rdma:
-        between = [name for name in seen if name.startswith(("NET/IB", "NET/AWS Libfabric"))]
-        return bool(between) and not any(name.startswith("NET/Socket") for name in seen), seen
+        between = [name for name in transports if name.startswith(("NET/IB", "NET/AWS Libfabric"))]
+        return bool(between) and not any(name.startswith("NET/Socket") for name in transports), transports
     if nccl is not None:
-        words = tuple(f"NCCL: NET/Socket over {name}" for name in nccl.interfaces)
-        only_sockets = all(name.startswith("NET/Socket") for name in seen if name.startswith("NET"))
-        return nccl.interfaces == [interface] and only_sockets, words or seen
-    gloo = [name for name in seen if name.startswith("gloo:")]
-    return bool(gloo) and all(f" over {interface} (" in name for name in gloo), seen
+        interfaces = tuple(f"NCCL: NET/Socket over {name}" for name in nccl.interfaces)
+        only_sockets = all(name.startswith("NET/Socket") for name in transports if name.startswith("NET"))
+        return nccl.interfaces == [interface] and only_sockets, interfaces or transports
+    gloo = [name for name in transports if name.startswith("gloo:")]
+    return bool(gloo) and all(f" over {interface} (" in name for name in gloo), transports
 
 
 def add_run(bar: NetworkBar, record: run_record.RunRecord | None, interface: str, *, rdma: bool = False) -> NetworkBar:
@@ -160,31 +160,31 @@ def add_run(bar: NetworkBar, record: run_record.RunRecord | None, interface: str
         return replace(bar, status="failed", why=bar.why or "the job left no record of its run")
     if record.status != "complete":
         return replace(bar, status="failed", why=record.reason or f"the run has the status {record.status}")
-    proven, words = prove_network(record, interface, rdma=rdma)
+    proven, proof = prove_network(record, interface, rdma=rdma)
     if not proven:
-        transports = "; ".join(words) or "the record names no transport"
-        return replace(bar, status="unproven", proof=words, why=f"no proof that it used {bar.network}: {transports}")
+        transports = "; ".join(proof) or "the record names no transport"
+        return replace(bar, status="unproven", proof=proof, why=f"no proof that it used {bar.network}: {transports}")
     step, _memory = run_record.compare(record)
     if step.measured is None:
-        return replace(bar, proof=words, why="its record has no step time")
+        return replace(bar, proof=proof, why="its record has no step time")
     return replace(
-        bar, status="measured", proof=words, step_seconds=step.measured, forecast=step.forecast, within=step.within
+        bar, status="measured", proof=proof, step_seconds=step.measured, forecast=step.forecast, within=step.within
     )
 
 
-def add_cost(found: NetworkBars) -> NetworkBars:
+def add_cost(comparison: NetworkBars) -> NetworkBars:
     """Add time and cost of the whole run."""
 
     def whole(bar: NetworkBar) -> NetworkBar:
         if bar.step_seconds is None:
             return bar
-        seconds, price = bar.step_seconds * found.steps, found.node_hour_price
-        cost = None if price is None else seconds / 3600 * found.nodes * price
+        seconds, price = bar.step_seconds * comparison.steps, comparison.node_hour_price
+        cost = None if price is None else seconds / 3600 * comparison.nodes * price
         return replace(
-            bar, run_seconds=seconds, cost=cost, run_forecast=bar.forecast and bar.forecast.scaled(found.steps)
+            bar, run_seconds=seconds, cost=cost, run_forecast=bar.forecast and bar.forecast.scaled(comparison.steps)
         )
 
-    return replace(found, bars=tuple(map(whole, found.bars)))
+    return replace(comparison, bars=tuple(map(whole, comparison.bars)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -207,9 +207,9 @@ class _LocalComparison:
         advice = self._advice(measured, timed)
         output = self.folder / network.name
         output.mkdir(parents=True, exist_ok=True)
-        made = build_job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
+        plan = build_job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
         environment = {"GLOO_SOCKET_IFNAME": network.name}
-        write_atomic(output / "plan.json", dump_plan(replace(made, environment=environment)))
+        write_atomic(output / "plan.json", dump_plan(replace(plan, environment=environment)))
         codes = hosts.run(
             network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
             seconds=self.options["timeout"],
@@ -217,8 +217,8 @@ class _LocalComparison:
         path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
         if any(codes) and (record is None or record.status in ("running", "complete")):
-            why = f"{_describe_exits(codes, output)}; the logs of the ranks are in {output}"
-            return replace(bar, status="failed", why=why)
+            reason = f"{_describe_exits(codes, output)}; the logs of the ranks are in {output}"
+            return replace(bar, status="failed", why=reason)
         return replace(add_run(bar, record, network.name), record=str(path))
 
     def _advice(self, measured: tuple[Measurement, ...], timed: Calibration) -> Recommendation:
@@ -246,14 +246,14 @@ def measure(hosts: NamespaceHosts, network: str) -> BenchResult:
     started, clock = time.time(), time.monotonic()
     with processes.run_folder() as folder:
         write_plan(spec, folder / "plan.json")
-        seen = watch.Watch(spec, folder, lambda _event: None)
+        watcher = watch.Watch(spec, folder, lambda _event: None)
         codes = hosts.run(
             network, "collectives.bench.rank", [str(folder / "plan.json")] * HOSTS, folder, seconds=spec.limit_seconds
         )
-        seen.read_events()
+        watcher.read_events()
         if any(codes):
-            seen.outcome.problems.append(_describe_exits(codes, folder))
-        return assemble(spec, seen.outcome, started, time.monotonic() - clock, None)
+            watcher.outcome.problems.append(_describe_exits(codes, folder))
+        return assemble(spec, watcher.outcome, started, time.monotonic() - clock, None)
 
 
 def _describe_exits(codes: Sequence[int], folder: Path) -> str:
@@ -277,8 +277,8 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
     )  # fmt: skip
     request = build_job_request(request, options["config"], options["overrides"])
-    if why := why_unavailable():
-        raise NamespaceError(why)
+    if reason := why_unavailable():
+        raise NamespaceError(reason)
     found = read_snapshots((), ALL)
     place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     job = _LocalComparison(request=request, options=options, folder=place.absolute())
@@ -299,9 +299,9 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         for network, result in zip(over, results, strict=True):
             progress.step(f"networks: run over {network.name}, {network.rate}")
             bars.append(job.bar(hosts, network, result, timed))
-    devices = [device.name for one in found if (facts := one.facts(RdmaFacts)) for device in facts.devices]
-    why = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
-    rdma = NetworkBar(network="RDMA", status="not available", why=why if devices else "no RDMA device on this host")
+    devices = [device.name for snapshot in found if (facts := snapshot.facts(RdmaFacts)) for device in facts.devices]
+    reason = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
+    rdma = NetworkBar(network="RDMA", status="not available", why=reason if devices else "no RDMA device on this host")
     records = [run_record.read(Path(bar.record)) for bar in bars if bar.record]
     for record in records:
         store_run(record)
@@ -327,24 +327,24 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2, "storage_rate": rate}
     networks = parse(options["networks"], here=False)
     request = complete_request(build_request(options), options["config"], options["overrides"])
-    found = read_snapshots(options["hosts"], ALL, root=options["root"])
+    hosts = read_snapshots(options["hosts"], ALL, root=options["root"])
     bars, jobs = [], []
-    advice = with_fsdp(advise(request, found))
+    advice = with_fsdp(advise(request, hosts))
     layout = require_layout(advice).layout
     cluster_job.refuse_untrainable(advice, options)
-    advice, left_out = adapt_to_pods(advice, found, here=not options["hosts"])
+    advice, left_out = adapt_to_pods(advice, hosts, here=not options["hosts"])
     for network in networks:
-        if network.rdma and not plan_transport(advice, found):
-            why = "no RDMA device was seen on the recorded hosts"
-            bars.append(NetworkBar(network="rdma", status="not available", why=why))
+        if network.rdma and not plan_transport(advice, hosts):
+            reason = "no RDMA device was seen on the recorded hosts"
+            bars.append(NetworkBar(network="rdma", status="not available", why=reason))
         else:
-            jobs.append((network, build_documents(plan_on(advice, network, request, found), network, options, found)))
+            jobs.append((network, build_documents(plan_on(advice, network, request, hosts), network, options, hosts)))
     for line in left_out:
         print_text(f"note: {line}", err=True)
     if options["dry_run"]:
         for bar in bars:
             print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        made = [*cluster_job.build_claim(options), *(one for _, of_network in jobs for one in of_network)]
+        made = [*cluster_job.build_claim(options), *(document for _, of_network in jobs for document in of_network)]
         print_text(render_documents(made), nl=False)
         return None
     client = connect(options["context"])
@@ -360,41 +360,41 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     ))  # fmt: skip
 
 
-def plan_on(advice: Recommendation, network: Network, request: Request, found: Sequence[Snapshot]) -> Recommendation:
+def plan_on(advice: Recommendation, network: Network, request: Request, hosts: Sequence[Snapshot]) -> Recommendation:
     """Return the same plan over this network, and if its rate is given, the forecast of the same layout."""
-    chosen = require_layout(advice)
+    ranked = require_layout(advice)
     if not (network.rdma or network.attachment) and request.hosts:
-        pods = [one for one in found if (facts := one.facts(InterfacesFacts))
+        pods = [snapshot for snapshot in hosts if (facts := snapshot.facts(InterfacesFacts))
                 and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip
         if wrong := why_no_interface(network.name, pods):  # of a host; a pod has its own interfaces
             raise InputError(f"--over {network.name}: {wrong}")
     if network.rate:
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
         same = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch", "gradient_accumulation", "sharding"}
-        named = tuple((name, getattr(chosen.layout, name)) for name in sorted(same))
-        there = advise(replace(on_network, train=replace(request.train, fixed_layout=named)), found)
+        fixed = tuple((name, getattr(ranked.layout, name)) for name in sorted(same))
+        there = advise(replace(on_network, train=replace(request.train, fixed_layout=fixed)), hosts)
         if there.chosen is None:
             raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
-        chosen = replace(chosen, forecast=there.chosen.forecast)
+        ranked = replace(ranked, forecast=there.chosen.forecast)
     needs = tuple(need for need in advice.needs if need.name != "network")
-    advice = replace(advice, chosen=chosen, needs=needs)
+    advice = replace(advice, chosen=ranked, needs=needs)
     return advice if network.rdma else use_tcp(advice, network.name)
 
 
-def why_no_interface(name: str, found: Sequence[Snapshot]) -> str:
+def why_no_interface(name: str, snapshots: Sequence[Snapshot]) -> str:
     """Return which recorded node lacks a usable interface of this name, and what it has; "" if none is known to."""
-    for one in found:
-        if facts := one.facts(InterfacesFacts):
+    for snapshot in snapshots:
+        if facts := snapshot.facts(InterfacesFacts):
             usable = [link.name for link in facts.interfaces if link.addresses and link.up is not False]
             if name not in usable:
                 has = ", ".join(usable) or "none"
-                return f"{one.hostname} has no such interface that is up and has an address; it has: {has}"
+                return f"{snapshot.hostname} has no such interface that is up and has an address; it has: {has}"
     return ""
 
 
 def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
     """Return the same plan over TCP on this interface, without settings that only RDMA needs."""
-    why = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
+    reason = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
     settings = tuple(
         setting for setting in advice.settings
         if not setting.name.startswith(tuple(_TABLE["rdma_settings"])) and not setting.name.endswith("_SOCKET_IFNAME")
@@ -404,14 +404,14 @@ def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
     if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would otherwise load
         variables.append(("NCCL_NET", "Socket"))
     return replace(
-        advice, settings=(*settings, *(Setting(name=n, value=v, reason=why) for n, v in variables)),
+        advice, settings=(*settings, *(Setting(name=n, value=v, reason=reason) for n, v in variables)),
         needs=tuple(need for need in advice.needs
                     if need.name not in ("memlock", "capability") and not need.value.startswith(cluster_job.NICS)),
     )  # fmt: skip
 
 
 def build_documents(
-    advice: Recommendation, network: Network, options: Mapping[str, Any], found: Sequence[Snapshot]
+    advice: Recommendation, network: Network, options: Mapping[str, Any], snapshots: Sequence[Snapshot]
 ) -> tuple[Document, ...]:
     """Return the job of one network; its name and output folder end with the network's name."""
     options = {**options, "name": f"{options['name']}-{network.name}"}
@@ -421,18 +421,18 @@ def build_documents(
         spec = replace(spec, networks=(f"{network.attachment}{inside}",))
     if not network.rdma:
         spec = replace(spec, preflight_skip=tuple(_TABLE["rdma_checks"]))
-    plan = cluster_job.build_plan(advice, options, found)
+    plan = cluster_job.build_plan(advice, options, snapshots)
     if not (network.rate or network.rdma):  # without a known rate there is no forecast to compare with
         plan = replace(plan, forecast=RunForecast())
     return cluster_job.build_documents(spec, options["api"], plan)
 
 
-def run(client: Client, made: Sequence[Document], network: Network, api: str, *, seconds: float) -> NetworkBar:
+def run(client: Client, documents: Sequence[Document], network: Network, api: str, *, seconds: float) -> NetworkBar:
     """Create the job of one network, wait for its end, and read its record. Raises ApiError if it cannot be created."""
     bar = NetworkBar(network=network.name, description=network.attachment or "the pods' own network")
-    for line in cluster_job.create(client, made):
+    for line in cluster_job.create(client, documents):
         print_text(line, err=True)
-    job, until = made[-1], time.monotonic() + seconds
+    job, until = documents[-1], time.monotonic() + seconds
     while (
         not (state := cluster_job.read_job_state(now := cluster_job.read_object(client, job)))
         and time.monotonic() <= until
@@ -444,7 +444,7 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
         waiting = waiting or cluster_job.list_condition_reasons(now, "Suspended")
         why = f"{cluster_job.object_name(job)} was not done within {seconds:.0f} s; it continues"
         return replace(bar, why="; ".join([why, *waiting]))
-    record = next((found for pod in pods if (found := cluster_job.read_short_record(pod))), None)
+    record = next((short for pod in pods if (short := cluster_job.read_short_record(pod))), None)
     if record is None:
         reasons = [text for pod in pods if (text := cluster_job.describe_failure(pod))]
         reasons = reasons or cluster_job.list_condition_reasons(now, "Failed")
@@ -453,11 +453,11 @@ def run(client: Client, made: Sequence[Document], network: Network, api: str, *,
     return add_run(bar, record, network.name, rdma=network.rdma)
 
 
-def draw_bars(found: NetworkBars) -> str:
+def draw_bars(comparison: NetworkBars) -> str:
     """Draw the bars as a self-contained SVG: step time, the forecast's interval, time and cost of the whole run."""
-    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in found.bars)])
-    best = min((b.step_seconds for b in found.bars if b.step_seconds), default=0.0)
-    return render_template(__file__, "networks.svg.j2", found=found, full=full, best=best, label_bar=label_bar)
+    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in comparison.bars)])
+    best = min((b.step_seconds for b in comparison.bars if b.step_seconds), default=0.0)
+    return render_template(__file__, "networks.svg.j2", found=comparison, full=full, best=best, label_bar=label_bar)
 
 
 def label_bar(bar: NetworkBar, best: float) -> tuple[str, str]:
@@ -465,6 +465,6 @@ def label_bar(bar: NetworkBar, best: float) -> tuple[str, str]:
     step = bar.step_seconds or 0.0
     factor = f" ({step / best:.2f} x)" if best and step > best else ""
     cost = f", cost {bar.cost:,.2f}" if bar.cost is not None else ""
-    whole = f", {units.duration(bar.run_seconds)} in all{cost}" if bar.run_seconds is not None else ""
+    total = f", {units.duration(bar.run_seconds)} in all{cost}" if bar.run_seconds is not None else ""
     place = {True: "inside", False: "outside", None: ""}[bar.within]
-    return f"{units.seconds(step)} a step{factor}{whole}", f"forecast {units.interval(bar.forecast, 's')}: {place}"
+    return f"{units.seconds(step)} a step{factor}{total}", f"forecast {units.interval(bar.forecast, 's')}: {place}"

@@ -26,7 +26,7 @@ from agent.checks.verdict import GateError, Verdict, View, build_view, judge, se
 from agent.jobs import benchmark, launch
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
-from contracts.host_list import compress_host_list, expand_host_list, slurm_name
+from contracts.host_list import compress_host_list, expand_host_list, name_in_slurm
 from contracts.plain import printable
 from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
@@ -87,9 +87,9 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     read_settings(options["config"], options["overrides"])
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
-    found = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
+    snapshots = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
     with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
-        report = _Stages(options, progress, found, before, expected, stop).report()
+        report = _Stages(options, progress, snapshots, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
@@ -107,29 +107,29 @@ class _Stages:
 
     def report(self) -> Report:
         """Run all stages."""
-        options, found, request = self.options, self.found, self._request()
+        options, snapshots, request = self.options, self.found, self._request()
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
             result = measured.add_baseline_bars(result, self.before.busbw)
-        view = measured.with_bench(build_view(found, expected=self.expected), result)
-        view = replace(view, checks=gate.fail_full_gpus(view.checks, found))
+        view = measured.with_bench(build_view(snapshots, expected=self.expected), result)
+        view = replace(view, checks=gate.fail_full_gpus(view.checks, snapshots))
         extra: list[Finding] = []
         if result is None:
-            why = self.notes[-1] if self.notes else "not requested; add --measure"
-            extra += make_unmeasured(measured.BENCH_CODES, why)
+            reason = self.notes[-1] if self.notes else "not requested; add --measure"
+            extra += make_unmeasured(measured.BENCH_CODES, reason)
         self.progress.step("recommend: environment and layout")
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = with_fsdp(advise(request, found, measured=verified, calibrated=calibration))
+        advice = with_fsdp(advise(request, snapshots, measured=verified, calibrated=calibration))
         record, of_run = self._run(view, advice, result)
         stopped = "" if record is not None else self._stopped_by(result)
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.require_measured(view.checks)
-        found_checks = [*scanned, *extra, *of_run, *measured.find_missing_devices(self.before, found)]
+        found_checks = [*scanned, *extra, *of_run, *measured.find_missing_devices(self.before, snapshots)]
         checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
-            snapshots=found, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
+            snapshots=snapshots, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
             verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
             notes=tuple(self.notes),
         )  # fmt: skip
@@ -151,7 +151,7 @@ class _Stages:
         The checks are those of the host with the settings of the run, because a problem that they correct is none.
         """
         settings = {setting.name: setting.value for setting in advice.settings}
-        hosts = [gate.with_environment(one, settings) for one in view.snapshots]
+        hosts = [gate.with_environment(snapshot, settings) for snapshot in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
         return name_blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
 
@@ -203,10 +203,10 @@ class _Stages:
         if failed := self._blocking_failures(view, advice):
             self.notes.append(f"not trained: {failed}")
             return None, make_unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
-        record, why = self._train(advice)
+        record, reason = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
-            return None, make_unmeasured(measured.RUN_CODES, why)
-        return record, measured.check_run(record, self.found[0].hostname, why)
+            return None, make_unmeasured(measured.RUN_CODES, reason)
+        return record, measured.check_run(record, self.found[0].hostname, reason)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
         """Launch the job with exactly the recommended environment and layout."""
@@ -229,9 +229,9 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def name_blocking_failures(found: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
+def name_blocking_failures(findings: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
-    checks = select(measured.require_measured(found), skip=options["skip"], known=measured.ALL_CODES)
+    checks = select(measured.require_measured(findings), skip=options["skip"], codes=measured.ALL_CODES)
     checks = measured.compare_with_baseline(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
@@ -248,8 +248,8 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
     fleet = Fleet()
     fleet.read(client)
-    found = check_nodes(names, fleet, expected=expected)
-    checks = select(found, require=options["require"], skip=options["skip"], known=measured.ALL_CODES)
+    findings = check_nodes(names, fleet, expected=expected)
+    checks = select(findings, require=options["require"], skip=options["skip"], codes=measured.ALL_CODES)
     checks = measured.compare_with_baseline(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
@@ -259,21 +259,21 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     )  # fmt: skip
 
 
-def require_expectations(words: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
+def require_expectations(arguments: Sequence[str], path: Path | None) -> tuple[NodeExpectation, ...]:
     """Return the expectations. Raises GateError if options are given that contain none."""
-    if not words and path is None:
+    if not arguments and path is None:
         return ()
     from agent.checks.expect import read_expectations
 
-    found = read_expectations(words, path)
-    if not found:  # an agent's ConfigMap may be empty, a gate may not
+    expectations = read_expectations(arguments, path)
+    if not expectations:  # an agent's ConfigMap may be empty, a gate may not
         raise GateError(f"{f'--expect-file {path}' if path else '--expect'}: contains no expectation")
-    return found
+    return expectations
 
 
 def make_due(expected: Sequence[NodeExpectation]) -> Due | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
-    first = {one.key: one.value for one in reversed(expected)}
+    first = {expectation.key: expectation.value for expectation in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
     return Due(nvlinks=first.get("nvlink"), wire=wire) if first else None
 
@@ -293,13 +293,13 @@ def _blocking(report: Report) -> list[Finding]:
     """Return the checks that prevent a pass; empty if the verdict is a pass."""
     if report.verdict.exit_code == EXIT_PASS:
         return []
-    found = [check for check in sort_worst_first(report.checks) if check.status == report.verdict.word]
-    return [check for check in found if check.required or check.status != "unknown"] or found
+    blocking = [check for check in sort_worst_first(report.checks) if check.status == report.verdict.word]
+    return [check for check in blocking if check.required or check.status != "unknown"] or blocking
 
 
 def _slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
-    return slurm_name(check.node or read_host_name())
+    return name_in_slurm(check.node or read_host_name())
 
 
 def format_slurm_hosts(report: Report) -> str:

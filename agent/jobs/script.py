@@ -38,9 +38,9 @@ from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.manifests import JobError, check_limit
-from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, others_in, wrap
+from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, note_others, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
-from planner.stacks.arguments import CommandSettings, as_run, read_command
+from planner.stacks.arguments import CommandSettings, add_defaults, read_command
 from probes.api import Snapshot
 
 AUTOSTART = str(Path(__file__).with_name("autostart"))  # the folder of the file that starts the monitor
@@ -62,13 +62,13 @@ class ScriptPlan:
 
 
 def build_plan(
-    script: Path, arguments: Sequence[str], found: Sequence[Snapshot], options: Mapping[str, Any], folder: Path
+    script: Path, arguments: Sequence[str], snapshots: Sequence[Snapshot], options: Mapping[str, Any], folder: Path
 ) -> ScriptPlan:
     """Return the torchrun command for this host, and the forecast if the arguments contain the layout."""
-    ranks = options["ranks"] or count_default_ranks(found)
+    ranks = options["ranks"] or count_default_ranks(snapshots)
     command = read_command(["torchrun", str(script), *arguments], _read_text)
     request = Request(hosts=options["hosts"], root=options["root"], nodes=1, ranks_per_node=ranks)
-    advice, lines = forecast_command(command, request, found)
+    advice, lines = forecast_command(command, request, snapshots)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
     settings = {s.name: s.value for s in advice.settings if s.name not in os.environ}
@@ -110,16 +110,16 @@ def _choose_python() -> str:
     python, torchrun = shutil.which("python") or shutil.which("python3"), shutil.which("torchrun")
     sibling = Path(torchrun).with_name("python") if torchrun else None
     if python and any((Path(python).parent.parent / mark).exists() for mark in ("pyvenv.cfg", "conda-meta")):
-        chosen = python
+        choice = python
     else:
-        chosen = str(sibling) if sibling and sibling.exists() else sys.executable
+        choice = str(sibling) if sibling and sibling.exists() else sys.executable
     seek = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    if chosen != sys.executable and subprocess.run([chosen, "-c", seek], check=False, capture_output=True).returncode:
+    if choice != sys.executable and subprocess.run([choice, "-c", seek], check=False, capture_output=True).returncode:
         raise InputError(
-            f"--script: {chosen}, the first Python on PATH, has no torch, so it cannot start ranks. Install torch "
+            f"--script: {choice}, the first Python on PATH, has no torch, so it cannot start ranks. Install torch "
             "there, or put the environment of the script first on PATH."
         )
-    return chosen
+    return choice
 
 
 def _read_text(name: str) -> str | None:
@@ -146,7 +146,7 @@ def train(
         plan.words, add_monitor(plan.environment, folder), folder, timeout_seconds, on_line,
         grace_seconds=plan.grace_seconds,
     )  # fmt: skip
-    failed = run_record.first_failed_rank("\n".join(done.last_lines))
+    failed = run_record.find_first_failed("\n".join(done.last_lines))
     reports = _read_reports(folder)
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
     if done.exit_code and (error := _find_first_error(reports, failed.rank if failed else None)) and not done.cut_short:
@@ -162,17 +162,17 @@ def train(
 
 def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     """Read the reports of the ranks, by rank."""
-    found = {}
+    reports = {}
     for each in folder.glob(f"{REPORT}*"):
         with contextlib.suppress(OSError, ValueError):
             value = plain(bounded.read(each, _LIMIT_BYTES))
-            found[int(each.name.removeprefix(REPORT))] = value if isinstance(value, dict) else {}
-    return dict(sorted(found.items()))
+            reports[int(each.name.removeprefix(REPORT))] = value if isinstance(value, dict) else {}
+    return dict(sorted(reports.items()))
 
 
 def _find_first_error(reports: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
     """Return the error of the rank that failed first, else of the lowest with an error: "rank 1: ValueError: ..."."""
-    errors = {rank: str(one["error"]) for rank, one in reports.items() if one.get("error")}
+    errors = {rank: str(report["error"]) for rank, report in reports.items() if report.get("error")}
     rank = failed if failed in errors else next(iter(errors), None)
     return "" if rank is None else redact(f"rank {rank}: {' '.join(errors[rank].split())[:300]}")
 
@@ -181,33 +181,33 @@ def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) ->
     """Add step times and memory measured by the ranks."""
     if not reports:
         return
-    steps: list[float] = max((one.get("seconds") or [] for one in reports.values()), key=len)
+    steps: list[float] = max((report.get("seconds") or [] for report in reports.values()), key=len)
     counted = steps[_WARM_UP:] or steps
     record.step_seconds = [round(seconds, 6) for seconds in steps]
-    record.steps_done = max(int(one.get("steps") or 0) for one in reports.values()) or None
+    record.steps_done = max(int(report.get("steps") or 0) for report in reports.values()) or None
     record.measured = Measured(
         step_seconds=statistics.median(counted) if counted else None, counted_steps=len(counted) or None,
-        memory_bytes=max(float(one.get("memory_bytes") or 0) for one in reports.values()) or None,
-        rss_peak_bytes=max(int(one.get("rss_peak_bytes") or 0) for one in reports.values()) or None,
+        memory_bytes=max(float(report.get("memory_bytes") or 0) for report in reports.values()) or None,
+        rss_peak_bytes=max(int(report.get("rss_peak_bytes") or 0) for report in reports.values()) or None,
     )  # fmt: skip
     measured = f"the median between the ends of the optimizer's steps on the ranks, without the first {_WARM_UP}"
     record.notes.append(f"step time: {measured if counted else 'unknown: no optimizer of PyTorch ran two steps'}")
 
 
-def _read_channels(where: Path, began: float) -> NcclChannels | None:
+def _read_channels(folder: Path, began: float) -> NcclChannels | None:
     """Return what NCCL's log of this start shows; None if no rank wrote one."""
-    logs = [each for each in sorted(where.glob("*.log")) if each.stat().st_mtime >= began] if where.is_dir() else []
+    logs = [each for each in sorted(folder.glob("*.log")) if each.stat().st_mtime >= began] if folder.is_dir() else []
     if not logs:
         return None
-    found = evidence.read_files(logs)
-    verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(found, require_gdrdma=False), "unknown")
-    return NcclChannels(verdict=verdict, channels=dict(found.transports), log=str(where))
+    log = evidence.read_files(logs)
+    verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(log, require_gdrdma=False), "unknown")
+    return NcclChannels(verdict=verdict, channels=dict(log.transports), log=str(folder))
 
 
 # A job by its manifest.
 
 
-def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def wrap_manifest(text: str, snapshots: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Add what the manifest's jobs lack on these hosts; return it with notes. Raises InputError."""
     for name in ("monitor", "require"):
         if options[name] and not options["preflight_image"]:
@@ -216,7 +216,7 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         resources = dict(split_pair("--resource", word) for word in options["resources"])
         for name, count in resources.items():
             check_limit(name, count)
-        select((), require=options["require"], known=ALL_CODES)
+        select((), require=options["require"], codes=ALL_CODES)
         notes: list[str] = []
         additions: list[Additions | None] = []
         manifest = documents(text)
@@ -225,16 +225,16 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
                 notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
                 additions.append(None)
                 continue
-            advice, lines = advise_job(job, found, options)
-            advice, left_out = adapt_to_pods(advice, found, here=not options["hosts"] and not options["machine"])
+            advice, lines = advise_job(job, snapshots, options)
+            advice, left_out = adapt_to_pods(advice, snapshots, here=not options["hosts"] and not options["machine"])
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in lines)]
             additions.append(Additions(
                 settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
                 gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
                 annotations=format_forecast(advice),
             ))  # fmt: skip
-        made, of_wrap = wrap(text, additions)
-        notes += others_in(manifest)
+        wrapped, of_wrap = wrap(text, additions)
+        notes += note_others(manifest)
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         template = isinstance(error, YamlTextError) and "{{" in text
         raise InputError(f"{error}{_RENDERED if template else ''}") from None
@@ -242,10 +242,10 @@ def wrap_manifest(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         # a user's manifest can have any YAML type in place of the type of the API
         raise InputError(f"the manifest does not have the structure of its kind: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
-    return made, list(dict.fromkeys([*notes, *of_wrap]))
+    return wrapped, list(dict.fromkeys([*notes, *of_wrap]))
 
 
-def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
+def advise_job(job: Job, snapshots: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
     """Return the advice for the job's nodes, and what was read from its command or is unknown."""
 
     def file(name: str) -> str | None:
@@ -267,17 +267,17 @@ def advise_job(job: Job, found: Sequence[Snapshot], options: Mapping[str, Any]) 
     if nodes is None or ranks is None:
         parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
                               + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip
-    advice, lines = forecast_command(parsed, request, found)
+    advice, lines = forecast_command(parsed, request, snapshots)
     if gpus and gpus != ranks:  # a pod gets the devices next to its GPUs, however few ranks it starts
         with contextlib.suppress(RequestError):  # the pod has more GPUs than the machine
-            other = advise(request.changed(ranks_per_node=gpus), found)
+            other = advise(request.changed(ranks_per_node=gpus), snapshots)
             devices = (need for need in other.needs if need.name == "resource")
             advice = replace(advice, needs=(*(need for need in advice.needs if need.name != "resource"), *devices))
     return advice, lines
 
 
 def forecast_command(
-    command: CommandSettings, request: Request, found: Sequence[Snapshot]
+    command: CommandSettings, request: Request, snapshots: Sequence[Snapshot]
 ) -> tuple[Recommendation, list[str]]:
     """Return the advice with the forecast of the command's own layout, if it is known, and lines about it."""
     advice, unknown = None, [f"forecast: unknown: {text}" for text in command.unknown]
@@ -285,33 +285,33 @@ def forecast_command(
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
     if not unknown:
         try:
-            config, settings, _ = parse_config(as_run(command))
-            advice = advise(_complete_question(request, config, settings), found)
+            config, settings, _ = parse_config(add_defaults(command))
+            advice = advise(_complete_question(request, config, settings), snapshots)
             if advice.chosen is None:
-                why = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
-                unknown = [f"the layout of its arguments does not run: {why}"]
+                reason = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
+                unknown = [f"the layout of its arguments does not run: {reason}"]
         except (ConfigError, ModelError, RequestError) as error:
             unknown = [f"forecast: unknown: {error}"]
-    alone = advice or advise(request, found)
-    words = [f"forecast {line}" for line in format_forecast(alone).values()]
-    words += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
-    words += [note.text.split(". ")[0] for note in alone.notes if note.topic in ("platform", "RCCL")]
-    return alone, [*unknown, *words, *command.notes]
+    alone = advice or advise(request, snapshots)
+    lines = [f"forecast {line}" for line in format_forecast(alone).values()]
+    lines += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
+    lines += [note.text.split(". ")[0] for note in alone.notes if note.topic in ("platform", "RCCL")]
+    return alone, [*unknown, *lines, *command.notes]
 
 
 def _complete_question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
     name = str(settings["model_name_or_path"])
-    named = request.changed(model=name, engine="trl", shape=look_up_shape(name, config.model_revision))
-    return add_job_settings(named, config, settings)
+    with_model = request.changed(model=name, engine="trl", shape=look_up_shape(name, config.model_revision))
+    return add_job_settings(with_model, config, settings)
 
 
 def format_forecast(advice: Recommendation) -> dict[str, str]:
     """Return annotations with the forecast that the run will be compared with."""
     if advice.chosen is None:
         return {}
-    due = advice.chosen.forecast
+    forecast = advice.chosen.forecast
     return {
         "forecast-layout": advice.chosen.layout.family,
-        "forecast-step": f"step {units.interval(due.step_seconds, 's')}",
-        "forecast-memory": f"memory {units.interval(due.memory_bytes, 'B')} per rank",
+        "forecast-step": f"step {units.interval(forecast.step_seconds, 's')}",
+        "forecast-memory": f"memory {units.interval(forecast.memory_bytes, 'B')} per rank",
     }

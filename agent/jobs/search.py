@@ -17,13 +17,13 @@ from agent.base.output import render_template
 from agent.checks.measured import make_finding
 from agent.jobs.benchmark import advise_network_environment, describe_links, has_gpu, list_gpu_processes
 from collectives.bench.plan import SpecError
-from collectives.bench.run import visible_backend
+from collectives.bench.run import detect_backend
 from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict
 from collectives.search.rank import Place
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
-from contracts.finding import Finding, by_loss
-from contracts.host_list import compress_host_list, list_names, slurm_name
+from contracts.finding import Finding, rate_loss
+from contracts.host_list import compress_host_list, list_names, name_in_slurm
 from contracts.tables import read_table
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -34,7 +34,7 @@ _TABLE = read_table(__file__, "search.toml")
 COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
 
 
-def build_spec(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchSpec:
+def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> SearchSpec:
     """Create the spec of this node from the command line and the launcher's environment. Raises SpecError."""
     launched = from_environment(os.environ)
     nodes = options["nodes"] or launched.get("nodes", 1)
@@ -46,11 +46,11 @@ def build_spec(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchS
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
     if not 0 <= node < nodes:
         raise SpecError(f"node_rank: {node} is not allowed; allowed: 0 to {nodes - 1}")
-    gpus = facts.gpus if found and (facts := found[0].facts(GpuFacts)) else ()
-    ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(found) else 1)
-    backend = visible_backend()
-    name = options["host_name"] or (found[0].hostname if found else f"node {node}")
-    domain, nvlink = _domains(options, name, found, ranks)
+    gpus = facts.gpus if snapshots and (facts := snapshots[0].facts(GpuFacts)) else ()
+    ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(snapshots) else 1)
+    backend = detect_backend()
+    name = options["host_name"] or (snapshots[0].hostname if snapshots else f"node {node}")
+    domain, nvlink = _domains(options, name, snapshots, ranks)
     place = Place(
         store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name, domain=domain,
         nvlink="" if "NCCL_MNNVL_ENABLE" in os.environ else nvlink,
@@ -60,8 +60,8 @@ def build_spec(options: Mapping[str, Any], found: Sequence[Snapshot]) -> SearchS
     )  # fmt: skip
     return SearchSpec(
         place=place, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
-        gpu_pids=list_gpu_processes(found), force=options["force"],
-        environment={} if options["no_advice"] or nodes == 1 else advise_network_environment(found),
+        gpu_pids=list_gpu_processes(snapshots), force=options["force"],
+        environment={} if options["no_advice"] or nodes == 1 else advise_network_environment(snapshots),
     )  # fmt: skip
 
 
@@ -79,24 +79,24 @@ def make_resolvable(rendezvous: str) -> str:
     return rendezvous
 
 
-def _domains(options: Mapping[str, Any], name: str, found: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
+def _domains(options: Mapping[str, Any], name: str, snapshots: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
     """Return the domain of the node (option, label, NVLink or Slurm's switch) and its NVLink domain; "" if unknown."""
     label, domain = find_domain(options["topology"], name) if options["topology"] else ("", "")
     by_label = label in _TABLE["nvlink_labels"]
-    nvlink = domain if by_label else str(describe_links(found, ranks).get("nvlink_domain") or "")
+    nvlink = domain if by_label else str(describe_links(snapshots, ranks).get("nvlink_domain") or "")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")  # "core.leaf3.gpu-07" (srun(1))
     return options["domain"] or domain or nvlink or (switches[-2] if len(switches) > 1 else ""), nvlink
 
 
 def find_domain(path: Path, name: str) -> tuple[str, str]:
     """Return the nearest domain label of a node and its value, from the output of `kubectl get nodes -o json`."""
-    read = plain.loads(bounded.read_text(path, MOST_TOPOLOGY_BYTES))
-    for item in read.get("items", ()) if isinstance(read, dict) else ():
+    topology = plain.loads(bounded.read_text(path, MOST_TOPOLOGY_BYTES))
+    for item in topology.get("items", ()) if isinstance(topology, dict) else ():
         metadata = item.get("metadata", {})
         if metadata.get("name") == name:
             labels = metadata.get("labels", {})
-            known = filter(labels.get, (*_TABLE["nvlink_labels"], *_TABLE["network_labels"]))
-            return next(((label, str(labels[label])) for label in known), ("", ""))
+            labels_present = filter(labels.get, (*_TABLE["nvlink_labels"], *_TABLE["network_labels"]))
+            return next(((label, str(labels[label])) for label in labels_present), ("", ""))
     raise SpecError(f"topology: {path} has no node {name!r}; allowed: the output of `kubectl get nodes -o json`")
 
 
@@ -105,42 +105,42 @@ def find_domain(path: Path, name: str) -> tuple[str, str]:
 
 def make_findings(result: SearchResult) -> list[Finding]:
     """Return one finding for each bad node, bad link, and node without a result."""
-    found = [
+    findings = [
         _finding(verdict, result.hosts[verdict.node], _evidence(verdict, result.passes))
         for verdict in result.verdicts if verdict.state != "good"
     ]  # fmt: skip
     for link in result.links:
         ends = {"source": result.hosts[link.source], "target": result.hosts[link.target]}
-        found.append(make_finding(
-            "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link, result.passes),
+        findings.append(make_finding(
+            "search.link.bad", ", ".join(ends.values()), rate_loss(link.loss), evidence=_evidence(link, result.passes),
             share=_share(link.loss), **ends,
         ))  # fmt: skip
-    return found
+    return findings
 
 
 def _finding(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
     if verdict.state == "not judged":
-        why = verdict.seen or _TABLE["why"][verdict.reason]
-        return make_finding("search.node.unjudged", node, evidence=evidence, why=why)
+        reason = verdict.seen or _TABLE["why"][verdict.reason]
+        return make_finding("search.node.unjudged", node, evidence=evidence, why=reason)
     if verdict.reason in ("lost", "stuck"):
         return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
     rails = f"; of its rails (ranks with the same local number) only {', '.join(map(str, verdict.rails))}"
     return make_finding(
-        f"search.node.{verdict.reason}", node, by_loss(verdict.loss), evidence=evidence,
+        f"search.node.{verdict.reason}", node, rate_loss(verdict.loss), evidence=evidence,
         subject=verdict.what[0].partition(" ")[0] if verdict.reason == "part" else "",
         what=" and ".join(verdict.what), share=_share(verdict.loss),
         rails=rails if verdict.rails else "",
     )  # fmt: skip
 
 
-def _evidence(found: Verdict | BadLink, passes: int) -> tuple[str, ...]:
+def _evidence(result: Verdict | BadLink, passes: int) -> tuple[str, ...]:
     partners = {"alone": "alone", "near": "with nodes of its domain", "far": "with nodes of other domains"}
     lines = [
         f"round {m.round}, {partners[m.kind]}: {m.what}"
         + ("" if m.what == "stuck" else f", {m.excess:.1%} more time than the median node, noise {m.sigma:.1%}")
-        for m in found.measures
+        for m in result.measures
     ]
-    return (*_TABLE["passes"][found.turn : passes - 1 + found.turn], *lines)
+    return (*_TABLE["passes"][result.turn : passes - 1 + result.turn], *lines)
 
 
 def _share(loss: float) -> str:
@@ -154,7 +154,7 @@ def list_bad_nodes(result: SearchResult) -> list[str]:
 
 def format_slurm_hosts(result: SearchResult) -> str:
     """Return the bad nodes as a Slurm host list, for --exclude."""
-    names = [slurm_name(host) for host in list_bad_nodes(result)]
+    names = [name_in_slurm(host) for host in list_bad_nodes(result)]
     return f"{compress_host_list(names)}\n" if names else ""
 
 
@@ -199,7 +199,7 @@ def draw_pairs(result: SearchResult) -> str:
     places = {node: place for place, node in enumerate(result.drawn)}
     links = {(link.source, link.target) for link in result.links}
     cells = [
-        {"row": places[a], "column": places[b], "colour": next(c for least, c in COLOURS if excess >= least),
+        {"row": places[a], "column": places[b], "colour": next(c for limit, c in COLOURS if excess >= limit),
          "bad": (a, b) in links, "words": "no byte moved" if excess >= STUCK else f"{excess:+.1%} time"}
         for a, b, excess in result.pairs
     ]  # fmt: skip
@@ -207,8 +207,8 @@ def draw_pairs(result: SearchResult) -> str:
         {"name": plain.printable(result.hosts[node]), "state": result.verdicts[node].state} for node in result.drawn
     ]
     title = f"{summarise(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
-    words = ("no byte moves", "twice the time and more", "10 % more time and more", "less")
-    legend = [(colour, text) for (_, colour), text in zip(COLOURS, words, strict=True)]
+    texts = ("no byte moves", "twice the time and more", "10 % more time and more", "less")
+    legend = [(colour, text) for (_, colour), text in zip(COLOURS, texts, strict=True)]
     return render_template(
         __file__, "search.svg.j2", title=plain.printable(title), nodes=nodes, cells=cells, legend=legend
     )

@@ -26,7 +26,7 @@ from contracts.job_config import RunForecast, dump_plan
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.kubernetes.manifests import RESTARTS, SAVE_SECONDS
-from planner.slurm import ScriptError, batch_script, check_options, check_word, size_of, wrap_script
+from planner.slurm import ScriptError, check_options, check_word, parse_size, render_script, wrap_script
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
@@ -39,28 +39,28 @@ class SlurmError(RuntimeError):
     """A Slurm command was refused or did not answer."""
 
 
-def run_slurm(*words: str) -> str:
+def run_slurm(*command: str) -> str:
     """Run one command of Slurm and return its output. Raises SlurmError."""
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=ANSWER_SECONDS, check=False
         )
     except FileNotFoundError:
-        raise SlurmError(f"{words[0]}: not found on this host; run this on a login node of the cluster") from None
+        raise SlurmError(f"{command[0]}: not found on this host; run this on a login node of the cluster") from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{words[0]}: the Slurm controller did not answer within {ANSWER_SECONDS:.0f} s; "
+        raise SlurmError(f"{command[0]}: the Slurm controller did not answer within {ANSWER_SECONDS:.0f} s; "
                          "`scontrol ping` shows its state") from None  # fmt: skip
     if done.returncode:
         said = (done.stderr or done.stdout).strip()[-500:]
-        raise SlurmError(f"{words[0]}: {said.removeprefix(f'{words[0]}: error: ')}")
+        raise SlurmError(f"{command[0]}: {said.removeprefix(f'{command[0]}: error: ')}")
     return done.stdout
 
 
 def build_script(
-    advice: Recommendation, found: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
+    advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
 ) -> tuple[str, list[str]]:
     """Return the batch script of the job described by the options, and notes. Raises InputError or ValueError."""
-    select((), require=options["require"], known=ALL_CODES)
+    select((), require=options["require"], codes=ALL_CODES)
     nodes, notes, exclude = options["nodes"] or 1, list[str](), options["exclude"] or ""
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
@@ -68,12 +68,12 @@ def build_script(
         from agent.jobs.networks import use_tcp, why_no_interface
 
         check_word("--over", options["over"])
-        if wrong := why_no_interface(options["over"], found):
+        if wrong := why_no_interface(options["over"], snapshots):
             if options["hosts"]:
                 raise InputError(f"--over {options['over']}: {wrong}")
             notes.append(f"--over {options['over']}: {wrong}")
         advice = use_tcp(advice, options["over"])
-    plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), found)
+    plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), snapshots)
     if options["over"]:  # the rate of this network is unknown
         plan = replace(plan, forecast=RunForecast())
     assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
@@ -83,14 +83,14 @@ def build_script(
     seconds = estimate_grace(advice, options["storage_rate"], SAVE_SECONDS)
     if "/" in exclude or os.path.isfile(exclude):
         exclude = read_input(exclude, _LIST_BYTES, hint="").decode(errors="replace")
-    more = dict(word.partition("=")[::2] for word in options["sbatch"])
+    sbatch_options = dict(word.partition("=")[::2] for word in options["sbatch"])
     if options["partition"]:
         check_word("--partition", options["partition"])
-        more["partition"] = options["partition"]
-    script = batch_script(
+        sbatch_options["partition"] = options["partition"]
+    script = render_script(
         name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dump_plan(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
-        exclude=compress_host_list(expand_host_list(exclude)), time_limit=options["time_limit"], more=more,
+        exclude=compress_host_list(expand_host_list(exclude)), time_limit=options["time_limit"], options=sbatch_options,
         gate=not options["no_preflight"], require=options["require"], measure=options["measure"],
         ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
         restarts=RESTARTS if options["restarts"] is None else options["restarts"],
@@ -115,18 +115,18 @@ def submit(script: str, folder: Path) -> str:
         raise SlurmError(f"{error}. Nothing was submitted; the options are at the top of {path}") from None
 
 
-def add_to_script(text: str, found: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def add_to_script(text: str, snapshots: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Add missing settings to the script; return it with notes. Raises ScriptError that names the line."""
     from agent.jobs.script import AUTOSTART
 
     if options["resources"] or options["preflight_image"]:
         raise InputError("--resource and --preflight-image are for manifests; in a batch script use #SBATCH")
-    select((), require=options["require"], known=ALL_CODES)
+    select((), require=options["require"], codes=ALL_CODES)
     check_options(text)
-    nodes, gpus = size_of(text)
+    nodes, gpus = parse_size(text)
     advice = advise(Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
-                            ranks_per_node=gpus), found)  # fmt: skip
-    made, notes = wrap_script(
+                            ranks_per_node=gpus), snapshots)  # fmt: skip
+    wrapped, notes = wrap_script(
         text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
         require=options["require"],
     )  # fmt: skip
@@ -135,7 +135,7 @@ def add_to_script(text: str, found: Sequence[Snapshot], options: Mapping[str, An
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:
         notes.append("the script has no #SBATCH --nodes, so the environment is that of several nodes")
-    return made, notes
+    return wrapped, notes
 
 
 class JobFiles(NamedTuple):
@@ -155,9 +155,9 @@ def find_job_files(job_id: str) -> JobFiles:
     """
     fields = _read_job(job_id)
     state = fields.get("JobState", "").partition(" ")[0]
-    words = ", ".join(filter(None, (state, fields.get("Reason"), fields.get("Restarts"))))
+    details = ", ".join(filter(None, (state, fields.get("Reason"), fields.get("Restarts"))))
     does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
-    again = f"{does} ({words})" if does else ""
+    again = f"{does} ({details})" if does else ""
     work = Path(fields.get("WorkDir") or Path.cwd())
     script = work / fields.get("Command", "")
     of_job = [work, *([script.parent] if os.path.isfile(script) else [])] if fields else []
@@ -174,15 +174,15 @@ def find_job_files(job_id: str) -> JobFiles:
             awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" == script else None
             run = next((path for path in places if (path / "ranks").is_dir()), awaited)
             whose = "which the controller names" if folder in of_job else "the current folder"
-            what = f"job {job_id}{f' ({words})' if words else ''}: {units.count(len(logs), 'log')}"
+            summary = f"job {job_id}{f' ({details})' if details else ''}: {units.count(len(logs), 'log')}"
             if log and run == log.parent and (later := _find_later_job(log, own_id)):
                 run, whose = None, f"{whose}; run.json and the ranks' files are of job {later}, which ran there later"
-            return JobFiles(run, logs, f"{what} in {logs[0].parent if logs else own}, {whose}", again)
+            return JobFiles(run, logs, f"{summary} in {logs[0].parent if logs else own}, {whose}", again)
     if state == "PENDING":
-        raise SlurmError(f"job {job_id} has not started ({words}), so there is nothing to diagnose yet")
-    where = ", ".join(map(str, folders))
+        raise SlurmError(f"job {job_id} has not started ({details}), so there is nothing to diagnose yet")
+    searched = ", ".join(map(str, folders))
     knows = "" if fields else "; the controller does not know the job, or no longer"
-    raise SlurmError(f"job {job_id}: no file of it was found in {where}{knows}; give its logs, or --run FOLDER")
+    raise SlurmError(f"job {job_id}: no file of it was found in {searched}{knows}; give its logs, or --run FOLDER")
 
 
 def _find_later_job(log: Path, job_id: str) -> int | None:
@@ -198,15 +198,15 @@ def _read_job(job_id: str) -> dict[str, str]:
     Raises SlurmError for the id of an array or a heterogeneous job, which are several jobs.
     """
     try:
-        shown = run_slurm("scontrol", "show", "job", job_id)
+        output = run_slurm("scontrol", "show", "job", job_id)
     except SlurmError as error:
         if "Invalid job id" not in str(error):
             raise SlurmError(f"{error}. Give the job's logs, or --run FOLDER") from None
         return {}
-    if (count := len(re.findall(r"^JobId=", shown, re.MULTILINE))) > 1:
+    if (count := len(re.findall(r"^JobId=", output, re.MULTILINE))) > 1:
         raise SlurmError(f"job {job_id} is {count} jobs: give the id of one, as `squeue` and `scontrol` show them")
-    found = dict(line.strip().partition("=")[::2] for line in shown.splitlines())
-    for name, nothing, words in (("Reason", "None", ""), ("Restarts", "0", "restart ")):
-        value = re.search(rf"\s{name}=(\S+)", shown)
-        found[name] = words + value[1] if value and value[1] != nothing else ""
-    return found
+    fields = dict(line.strip().partition("=")[::2] for line in output.splitlines())
+    for name, nothing, prefix in (("Reason", "None", ""), ("Restarts", "0", "restart ")):
+        value = re.search(rf"\s{name}=(\S+)", output)
+        fields[name] = prefix + value[1] if value and value[1] != nothing else ""
+    return fields

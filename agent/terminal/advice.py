@@ -66,9 +66,9 @@ def _print_brief(out: Console, advice: Recommendation) -> None:
         glyph = "?" if any(note.topic == "RCCL" for note in advice.notes) else "✓"
         out.print(f"Environment: {glyph} {sentence} → add --model for a layout, its speed and cost")
     shown = [f"{setting.name}={shlex.quote(setting.value)}" for setting in advice.settings]
-    more = len(shown) - FIRST_SETTINGS
+    hidden = len(shown) - FIRST_SETTINGS
     if shown:
-        rows.append(("set", " ".join(shown[:FIRST_SETTINGS]) + (f" and {more} more (-o env)" if more > 0 else "")))
+        rows.append(("set", " ".join(shown[:FIRST_SETTINGS]) + (f" and {hidden} more (-o env)" if hidden > 0 else "")))
     print_properties(out, rows)
     for note in advice.notes:
         if note.topic in ("platform", "RCCL"):  # the provider's script, or that nothing is known
@@ -77,12 +77,12 @@ def _print_brief(out: Console, advice: Recommendation) -> None:
     out.print(f"[dim]{MORE}[/dim]")
 
 
-def _print_title(out: Console, advice: Recommendation, chosen: RankedLayout) -> None:
+def _print_title(out: Console, advice: Recommendation, ranked: RankedLayout) -> None:
     name = advice.model.name if advice.model else "the model"
-    if chosen.why:
-        print_bullet(out, "!", escape(chosen.why))
-    glyph = mark("unknown", "?") if chosen.forecast.may_not_fit else mark("pass", "✓")
-    out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {layout_title(chosen.layout)}")
+    if ranked.why:
+        print_bullet(out, "!", escape(ranked.why))
+    glyph = mark("unknown", "?") if ranked.forecast.may_not_fit else mark("pass", "✓")
+    out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {layout_title(ranked.layout)}")
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:
@@ -94,15 +94,15 @@ def _print_remarks(out: Console, advice: Recommendation) -> None:
         print_bullet(out, "?", escape(unknown))
 
 
-def parts_grid(shown: Sequence[RankedLayout]) -> Grid:
+def parts_grid(layouts: Sequence[RankedLayout]) -> Grid:
     """Return the parts of step time and memory; for several layouts each part has the layout's name."""
     rows = [
-        (*([ranked.layout.family] if len(shown) > 1 else []), part.name, show(part.value), part.detail)
-        for ranked in shown
+        (*([ranked.layout.family] if len(layouts) > 1 else []), part.name, show(part.value), part.detail)
+        for ranked in layouts
         for parts, show in ((ranked.forecast.time_parts, units.seconds), (ranked.forecast.memory_parts, units.size))
         for part in parts
     ]
-    return Grid(columns=(*(["layout"] if len(shown) > 1 else []), "part", "value", "how"), rows=tuple(rows))
+    return Grid(columns=(*(["layout"] if len(layouts) > 1 else []), "part", "value", "how"), rows=tuple(rows))
 
 
 def device_of(advice: Recommendation) -> str:
@@ -143,16 +143,16 @@ OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
 Rows = list[tuple[str, str]]
 
 
-def list_layout_properties(advice: Recommendation, chosen: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:
+def list_layout_properties(advice: Recommendation, ranked: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:
     """Return speed, time, cost and memory, then the batch and the bottleneck, each with its name.
 
     `options` name what the user adds to get run time and cost: the length of the run, and the price.
     """
-    forecast, device = chosen.forecast, device_of(advice)
-    lines = [("speed", f"step {units.interval(forecast.step_seconds, 's')}: {describe_speed(advice, chosen)}")]
+    forecast, device = ranked.forecast, device_of(advice)
+    lines = [("speed", f"step {units.interval(forecast.step_seconds, 's')}: {describe_speed(advice, ranked)}")]
     if advice.total_seconds is not None:
-        whole = advice.total_seconds
-        low, mid, high = (units.duration(value) for value in (whole.low, whole.mid, whole.high))
+        total = advice.total_seconds
+        low, mid, high = (units.duration(value) for value in (total.low, total.mid, total.high))
         lines.append(("time", f"{mid} ({low} to {high}) for {advice.total_steps:,} steps"))
     else:
         lines.append(("time", f"not estimated. Add {options[0]}."))
@@ -164,8 +164,8 @@ def list_layout_properties(advice: Recommendation, chosen: RankedLayout, options
         missing = [options[1]] if advice.node_hour_price is None else []
         missing += [options[0]] if advice.total_seconds is None else []
         lines.append(("cost", f"not estimated. Add {' and '.join(missing)}."))
-    lines.append(("memory", f"{describe_memory(chosen)} per {device}"))
-    lines.append(("batch", describe_batch(chosen.layout)))
+    lines.append(("memory", f"{describe_memory(ranked)} per {device}"))
+    lines.append(("batch", describe_batch(ranked.layout)))
     lines.append(("bottleneck", forecast.dominant))
     return lines
 
@@ -194,18 +194,18 @@ def describe_batch(shape: Layout) -> str:
 
 def describe_cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
     """Return the time these nodes lose compared with healthy ones, and the findings that cause it; empty if healthy."""
-    chosen, healthy = advice.chosen, advice.healthy
-    if chosen is None or not advice.slowed:
+    ranked, healthy = advice.chosen, advice.healthy
+    if ranked is None or not advice.slowed:
         return ()
     if healthy is None:
         text = "The forecast is for these nodes with their faults. `topoflight scan` says what they cost."
         return (text, *advice.slowed)
-    times = healthy.forecast.tokens_per_second / chosen.forecast.tokens_per_second
-    words = f"With their faults these nodes are {describe_slowdown(times)} than healthy nodes"
+    times = healthy.forecast.tokens_per_second / ranked.forecast.tokens_per_second
+    sentence = f"With their faults these nodes are {describe_slowdown(times)} than healthy nodes"
     if advice.total_seconds is not None and times >= _SAME:
-        words += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
+        sentence += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
     step = units.seconds(healthy.forecast.step_seconds.mid)
-    return (f"{words}. On healthy nodes {healthy.layout.family} takes {step} a step.", *advice.slowed)
+    return (f"{sentence}. On healthy nodes {healthy.layout.family} takes {step} a step.", *advice.slowed)
 
 
 _SAME = 1.01

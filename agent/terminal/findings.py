@@ -23,10 +23,10 @@ def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool 
     quiet: dict[str, list[FindingGroup]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
     groups = group_findings(checks)
-    named = len({check.node for check in checks if check.node}) > 1
+    several = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if everything or group.status == "info" or is_problem(group):
-            print_group(out, group, named=named)
+            print_group(out, group, nodes_named=several)
         else:
             quiet[group.status].append(group)
     print_unknown_checks(out, quiet["unknown"])
@@ -42,25 +42,25 @@ def print_unknown_checks(out: Console, groups: Sequence[FindingGroup]) -> None:
         out.print(f"{mark('unknown')} {number} could not run")
     from agent.checks.findings import group_by_reason
 
-    for why, codes in group_by_reason(groups).items():
-        print_indented(out, escape(why))
+    for reason, codes in group_by_reason(groups).items():
+        print_indented(out, escape(reason))
         print_indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
 def print_group(
-    out: Console, group: FindingGroup, *, named: bool = False, brief: bool = False,
+    out: Console, group: FindingGroup, *, nodes_named: bool = False, brief: bool = False,
     names: Callable[[Sequence[str]], str] = units.some,
 ) -> None:  # fmt: skip
     """Print one finding: what, where and the remedy, and unless `brief` the evidence and every message.
 
     `named` prints the node even if there is only one; `names` joins the names of nodes and devices.
     """
-    nodes = group.nodes if named or len(group.nodes) > 1 else ()
+    nodes = group.nodes if nodes_named or len(group.nodes) > 1 else ()
     one = len(group.subjects) == 1 and group.alike  # the heading names it
-    where = group.place if one and len(group.nodes) <= 1 else group.places
-    out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(where)}".rstrip())
+    place = group.place if one and len(group.nodes) <= 1 else group.places
+    out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(place)}".rstrip())
     if nodes or len(group.checks) > 1:
-        _print_places(out, group, named=bool(nodes), one=one, most=SHOWN if brief else len(group.checks), names=names)
+        _print_places(out, group, named=bool(nodes), one=one, limit=SHOWN if brief else len(group.checks), names=names)
     else:
         print_indented(out, escape(group.message))
     wrong = group.status in ("fail", "warn")
@@ -71,21 +71,21 @@ def print_group(
 
 
 def _print_places(
-    out: Console, group: FindingGroup, *, named: bool, one: bool, most: int, names: Callable[[Sequence[str]], str]
+    out: Console, group: FindingGroup, *, named: bool, one: bool, limit: int, names: Callable[[Sequence[str]], str]
 ) -> None:
     """Print every place that no message names; equal messages share a line, and so do nodes with the same devices."""
     by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
-        words = check.message if len(group.checks) <= most else group.message
-        by_message.setdefault(words, {}).setdefault(check.node, {})[check.subject] = None
-    for words, by_node in by_message.items():
-        print_indented(out, escape(words))
+        text = check.message if len(group.checks) <= limit else group.message
+        by_message.setdefault(text, {}).setdefault(check.node, {})[check.subject] = None
+    for text, by_node in by_message.items():
+        print_indented(out, escape(text))
         shared: dict[tuple[str, ...], list[str]] = {}
         for node, subjects in by_node.items():
             shared.setdefault(tuple(filter(None, subjects)), []).append(node)
         for what, nodes in shared.items():
-            known = (one and not named) or all(subject in words for subject in what)
-            where = (names(nodes) if named else "", "" if known else names(what))
-            print_indented(out, f"[dim]{escape(': '.join(filter(None, where)))}[/dim]", 9)
-    if len(group.checks) > most and not group.alike:
+            is_named = (one and not named) or all(subject in text for subject in what)
+            places = (names(nodes) if named else "", "" if is_named else names(what))
+            print_indented(out, f"[dim]{escape(': '.join(filter(None, places)))}[/dim]", 9)
+    if len(group.checks) > limit and not group.alike:
         print_indented(out, "This is the first message. The others differ in numbers or places (-v shows all).")

@@ -31,8 +31,8 @@ from topology.graph import NodeTopology
 
 def print_scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
     """Print the verdict of a scan, the hosts and their findings."""
-    one = view.snapshots[0].hostname if len(view.snapshots) == 1 else ""
-    print_verdict(out, view.verdict, view.checks, at=one)
+    host = view.snapshots[0].hostname if len(view.snapshots) == 1 else ""
+    print_verdict(out, view.verdict, view.checks, host=host)
     if not verbose:
         print_hosts_brief(out, view.snapshots, view.topologies, view.checks)
         print_findings_brief(out, view.checks)
@@ -49,16 +49,16 @@ def print_hosts_brief(
     out: Console, snapshots: Sequence[Snapshot], topologies: Sequence[NodeTopology], checks: Sequence[Finding]
 ) -> None:
     """Print one machine in a few rows; for several hosts, the healthy ones by hardware."""
-    found = list(zip(snapshots, topologies, strict=True))
-    if len(found) == 1:
-        print_properties(out, list_hardware_properties(*found[0]))
+    hosts = list(zip(snapshots, topologies, strict=True))
+    if len(hosts) == 1:
+        print_properties(out, list_hardware_properties(*hosts[0]))
     else:
-        domains = [frozenset(gpu.nvlink_domain for gpu in node.gpus if gpu.nvlink_domain) for _, node in found]
-        is_shared = len({*domains}) < len(found)  # otherwise each may be that of a host's own board
+        domains = [frozenset(gpu.nvlink_domain for gpu in node.gpus if gpu.nvlink_domain) for _, node in hosts]
+        is_shared = len({*domains}) < len(hosts)  # otherwise each may be that of a host's own board
         kinds = []
-        for (snapshot, node), mine in zip(found, domains, strict=True):
-            shown = "".join(f"; NVLink domain {one}" for one in sorted(mine) if is_shared)
-            kinds.append((snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}{shown}"))
+        for (snapshot, node), own_domains in zip(hosts, domains, strict=True):
+            domain_text = "".join(f"; NVLink domain {domain}" for domain in sorted(own_domains) if is_shared)
+            kinds.append((snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}{domain_text}"))
         print_healthy_nodes(out, kinds, checks)
 
 
@@ -68,8 +68,8 @@ def print_host(out: Console, snapshot: Snapshot) -> None:
     rows = table("probe", "found")
     for name, outcome in snapshot.outcomes.items():
         for number, line in enumerate(describe_outcome(outcome)):
-            shown = f"[red]{escape(line)}[/red]" if isinstance(outcome, Failed) else escape(line)
-            rows.add_row("" if number else name, shown)
+            text = f"[red]{escape(line)}[/red]" if isinstance(outcome, Failed) else escape(line)
+            rows.add_row("" if number else name, text)
     out.print(rows)
 
 
@@ -90,8 +90,8 @@ def describe_facts(facts: Any) -> list[str]:
     if isinstance(facts, GpuFacts):
         names = sorted({gpu.name or "unknown model" for gpu in facts.gpus})
         lost = [gpu.index for gpu in facts.gpus if gpu.error]
-        more = f"; not answering: {lost}" if lost else ""
-        return [f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}{more}"]
+        suffix = f"; not answering: {lost}" if lost else ""
+        return [f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}{suffix}"]
     if isinstance(facts, RdmaFacts):
         ports = [f"{device.name}:{port.port} {device.kind} {_port_words(port)} {port.link_layer or ''}"
                  f"{f' netdev {port.netdev}' if port.netdev else ''}"
@@ -109,35 +109,35 @@ def describe_facts(facts: Any) -> list[str]:
     if isinstance(facts, PciFacts):
         return [units.count(len(facts.devices), "PCI device")]
     # a probe without lines of its own: its values, and the number of entries of each list
-    named = ((one.name.replace("_", " "), getattr(facts, one.name)) for one in fields(facts))
+    named = ((field.name.replace("_", " "), getattr(facts, field.name)) for field in fields(facts))
     counted = ((name, len(value) if isinstance(value, tuple) else value) for name, value in named if value is not None)
-    words = (f"{name}: {('no', 'yes')[value] if isinstance(value, bool) else value}" for name, value in counted)
-    return [", ".join(words) or "nothing"]
+    texts = (f"{name}: {('no', 'yes')[value] if isinstance(value, bool) else value}" for name, value in counted)
+    return [", ".join(texts) or "nothing"]
 
 
 def _port_words(port: RdmaPort) -> str:
     return f"{port.state or 'state unknown'} {port.rate_text or units.bits(port.rate_bytes_per_second)}"
 
 
-def _speed(one: Interface) -> str:
-    return units.bits(one.speed_bytes_per_second) if one.speed_bytes_per_second else "speed unknown"
+def _speed(interface: Interface) -> str:
+    return units.bits(interface.speed_bytes_per_second) if interface.speed_bytes_per_second else "speed unknown"
 
 
 TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measure again."}
 
 
-def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, at: str = "") -> None:
+def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, host: str = "") -> None:
     """Print the verdict, its reason, and the first action."""
     bad = [group for group in sort_by_weight(checks) if group.status in ("fail", "warn")]
     first = next((group for group in bad if group.status == judged.word), None)
     line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
-        more = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
-        line, todo = f"{first.title} {_where(first, at)}".rstrip() + f"{more} ({line})", first.remedy
+        others = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
+        line, todo = f"{first.title} {_where(first, host)}".rstrip() + f"{others} ({line})", first.remedy
     elif judged.word == "unknown":
         required = (group for group in group_findings(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
-    print_headline(out, judged.word, f"{at}: {line}" if at else line, todo)
+    print_headline(out, judged.word, f"{host}: {line}" if host else line, todo)
 
 
 def sort_by_weight(checks: Iterable[Finding]) -> list[FindingGroup]:
@@ -145,26 +145,26 @@ def sort_by_weight(checks: Iterable[Finding]) -> list[FindingGroup]:
     return sorted(group_findings(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
 
 
-def _where(group: FindingGroup, at: str) -> str:
+def _where(group: FindingGroup, host: str) -> str:
     several = len(group.nodes) > 1
     place = group.places if several or len(group.subjects) != 1 else group.place
-    node = "" if at or several or not group.nodes else group.nodes[0]
+    node = "" if host or several or not group.nodes else group.nodes[0]
     return f"{place} of {node}" if place and node else place or (node and f"on {node}")
 
 
-def print_healthy_nodes(out: Console, found: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
+def print_healthy_nodes(out: Console, hosts: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
     """Print the nodes without problems by hardware; `found` are pairs of name and hardware.
 
     A node with a failure, a warning or a required check that could not run is not among them.
     """
     bad = {name for check in filter(is_problem, checks) for name in check.node.split(", ")}
     kinds: dict[str, list[str]] = {}
-    for name, words in found:
+    for name, kind in hosts:
         if name not in bad:
-            kinds.setdefault(words, []).append(name)
-    for words, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
-        word = "pass" if "absent: " not in words.partition(";")[0] else "unknown"
-        text = f"{units.count(len(names), 'node')}, {words}: {list_names(names)}"
+            kinds.setdefault(kind, []).append(name)
+    for kind, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
+        word = "pass" if "absent: " not in kind.partition(";")[0] else "unknown"
+        text = f"{units.count(len(names), 'node')}, {kind}: {list_names(names)}"
         print_bullet(out, mark(word), escape(text))
 
 
@@ -172,10 +172,10 @@ def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
     """Print failures, warnings and required checks that were not measured, each once with its nodes; count the rest."""
     groups = sort_by_weight(checks)
     checks = [check for group in groups for check in group.checks]
-    named = len({check.node for check in checks if check.node}) > 1
+    several = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if is_problem(group):
-            print_group(out, group, named=named, brief=True, names=list_names)
+            print_group(out, group, nodes_named=several, brief=True, names=list_names)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
     if unknown := list_codes(groups, "unknown"):
@@ -193,9 +193,9 @@ def list_hardware_properties(snapshot: Snapshot, topology: NodeTopology) -> Iter
     if topology.gpus and snapshot.facts(RdmaFacts) is not None:
         yield "GPUDirect", judge_gdr(snapshot, topology)[1].removeprefix("GPUDirect RDMA is ")
     sockets = snapshot.facts(InterfacesFacts)
-    chosen = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
-    if chosen is not None:
-        yield "sockets", f"NCCL uses {chosen.name}, {_speed(chosen)}"
+    interface = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
+    if interface is not None:
+        yield "sockets", f"NCCL uses {interface.name}, {_speed(interface)}"
     else:
         yield "sockets", _why_no_facts(snapshot, "interfaces") or "NCCL's choice unknown"
 
@@ -216,7 +216,7 @@ def _rdma(snapshot: Snapshot) -> str:
     if facts is None:
         return _why_no_facts(snapshot, "rdma")
     ports = Counter(_port_words(port) for device in facts.in_reach for port in device.ports)
-    return ", ".join(f"{number} x {words}" for words, number in ports.most_common()) or "no port"
+    return ", ".join(f"{number} x {kind}" for kind, number in ports.most_common()) or "no port"
 
 
 def _why_no_facts(snapshot: Snapshot, probe: str) -> str:

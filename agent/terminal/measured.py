@@ -16,15 +16,15 @@ from collectives.nccl_log.transport import Evidence
 from contracts.run_record import Comparison, RunRecord, compare
 
 
-def results_grid(found: Sequence[Measurement]) -> Grid:
+def results_grid(measurements: Sequence[Measurement]) -> Grid:
     """Return a row for each result of a benchmark."""
-    expected = any(m.expected_busbw_bytes_per_second for m in found)
+    expected = any(m.expected_busbw_bytes_per_second for m in measurements)
     rows = [
         (m.op, units.size(m.bytes), units.seconds(m.median_seconds),
          f"{m.spread_ratio * 100:.1f} %" if m.spread_ratio is not None else "?",
          units.rate(m.algbw_bytes_per_second), units.rate(m.busbw_bytes_per_second),
          *([format_expected(m)] if expected else []), "yes" if m.verified else "NO")
-        for m in found
+        for m in measurements
     ]  # fmt: skip
     columns = ("op", "size", "median", "± 95 %", "algbw", "busbw", *(["expected"] if expected else []), "verified")
     return Grid(columns=columns, rows=tuple(rows))
@@ -33,12 +33,12 @@ def results_grid(found: Sequence[Measurement]) -> Grid:
 def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     """Print measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
-    shown = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
-    where = describe_ranks(result)
-    left = len(result.measurements) - len(shown)
+    measurements = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
+    title = describe_ranks(result)
+    left = len(result.measurements) - len(measurements)
     out.print(_benchmark_verdict(result, sum(not m.verified for m in result.measurements)))
-    out.print(escape(where + (f"; -v shows {left} smaller sizes" if left else "")))
-    out.print(table_of(results_grid(shown)))
+    out.print(escape(title + (f"; -v shows {left} smaller sizes" if left else "")))
+    out.print(table_of(results_grid(measurements)))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:

@@ -29,8 +29,8 @@ def print_node(out: Console, topology: NodeTopology) -> None:
         out.print("no GPU and no RDMA device was read: there is no link to show")
     labels = Pairs(topology.pairs)
     for island in topology.islands:
-        known = all(labels.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
-        kind = "every pair" if island.all_to_all else "not every pair" if known else "not every pair is known"
+        all_known = all(labels.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
+        kind = "every pair" if island.all_to_all else "not every pair" if all_known else "not every pair is known"
         out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope == "island":
@@ -40,18 +40,18 @@ def print_node(out: Console, topology: NodeTopology) -> None:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
 
 
-def print_brief(out: Console, topology: NodeTopology, found: Sequence[Finding]) -> None:
+def print_brief(out: Console, topology: NodeTopology, findings: Sequence[Finding]) -> None:
     """Print the verdict on a node's links and a summary in a few rows; `-v` prints the matrix."""
-    bad = [*departures(topology), *(f.code for f in found if f.status in ("fail", "warn"))]
-    is_open = topology.lacking or any(f.status == "unknown" for f in found)
-    word = "fail" if any(f.status == "fail" for f in found) else "warn" if bad else "unknown" if is_open else "pass"
+    bad = [*departures(topology), *(f.code for f in findings if f.status in ("fail", "warn"))]
+    is_open = topology.lacking or any(f.status == "unknown" for f in findings)
+    word = "fail" if any(f.status == "fail" for f in findings) else "warn" if bad else "unknown" if is_open else "pass"
     todo = "Nothing to do." if word == "pass" else "See below."
     judged = topology.gpus or topology.nics
     if not judged:
         word, todo = "unknown", "Run this on a node with GPUs."
-    what = topology.sku or ("unknown machine type, no reference" if judged else "no GPU and no RDMA device was read")
+    machine = topology.sku or ("unknown machine type, no reference" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
-    print_headline(out, word, f"{topology.hostname}: {what}; {counted}", todo)
+    print_headline(out, word, f"{topology.hostname}: {machine}; {counted}", todo)
     print_properties(out, list_link_properties(topology))
     for departure in departures(topology):
         print_bullet(out, "[yellow]![/yellow]", escape(f"differs from the reference: {departure}"))

@@ -25,7 +25,7 @@ from contracts.redaction import without_secrets
 from contracts.run_record import RESUMABLE, RunRecord
 from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
-from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, cause_named
+from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, make_cause
 
 _MOST_LOG_LINES = 20_000_000
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
@@ -53,13 +53,13 @@ def answer(sources: WhySources) -> Verdict:
     saved = tuple(filter(_is_saved_ras, sources.logs))
     logs = tuple(log for log in sources.logs if log not in saved)
     sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
-    seen, found, wrong = _facts(sources)
-    verdict = why.judge(seen)
+    facts, found, wrong = _facts(sources)
+    verdict = why.judge(facts)
     reports = [_ras(source) for source in sources.ras]
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if found is not None:
-        verdict = with_log(verdict, found, seen)
+        verdict = with_log(verdict, found, facts)
     record = None
     if sources.run is not None:
         with suppress(run_record.RecordError):
@@ -70,33 +70,33 @@ def answer(sources: WhySources) -> Verdict:
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
         if sources.run is not None:
-            verdict = replace(verdict, unknown=()).left_open("unwritten", folder=sources.run)
+            verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
     again = sources.again
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
         again = f"it {requeued[1]}"
-    verdict = with_end_of_job(verdict, seen.ages)
+    verdict = with_end_of_job(verdict, facts.ages)
     verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
     folder = sources.run or "DIR"
     questions = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
-    whole: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
-    return whole
+    clean: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
+    return clean
 
 
 def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
-    seen, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
+    facts, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
-        own = rank_files.NAME.format(rank="*")  # of the ranks' monitors
-        dumps = (path for path in sources.recorder.glob("*") if not path.match(own))
+        of_monitors = rank_files.NAME.format(rank="*")  # of the ranks' monitors
+        dumps = (path for path in sources.recorder.glob("*") if not path.match(of_monitors))
         traces, bad = rank_files.read_ranks(dumps, rank_files.read_file)
-        seen, wrong = replace(seen, traces={**seen.traces, **traces}), wrong + bad
-    if not seen.states and seen.traces:
-        seen = replace(seen, now=find_newest_call(seen.traces))
+        facts, wrong = replace(facts, traces={**facts.traces, **traces}), wrong + bad
+    if not facts.states and facts.traces:
+        facts = replace(facts, now=find_newest_call(facts.traces))
     try:
         found = evidence.read_files(sources.logs) if sources.logs else None
-        lines = chain.from_iterable(map(_lines_of, evidence.files_of(sources.logs)))
+        lines = chain.from_iterable(map(_lines_of, evidence.list_files(sources.logs)))
         log = watchdog.read(islice(lines, _MOST_LOG_LINES))
-        stacks, unranked = _stacks(sources.logs, seen)
+        stacks, unranked = _stacks(sources.logs, facts)
     except OSError as error:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
     except LogFileError as error:
@@ -105,18 +105,18 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
     if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
         log = replace(log, errors={}, rendezvous={})
     tails = list(_tails(sources.logs))
-    hosts = {one.rank: one.host for text in tails for one in run_record.failed_ranks(text) if one.host}
+    hosts = {failed.rank: failed.host for text in tails for failed in run_record.failed_ranks(text) if failed.host}
     # torchrun lists every rank of its node that it ended; a table with only its root cause is not such a list
     listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
-    members = [max(ranks) + 1 for trace in seen.traces.values() for ranks in trace.groups.values() if ranks]
-    worlds = [*filter(None, (seen.world, listed, found.ranks if found else None)), *members]
-    reached = [max(rows) + 1 for rows in (seen.traces, seen.states, log.traces) if rows]
-    seen = replace(
-        seen, log=log, first=_first_ended(tails, seen.first), hosts=hosts, limit=sources.limit, stacks=stacks,
+    members = [max(ranks) + 1 for trace in facts.traces.values() for ranks in trace.groups.values() if ranks]
+    worlds = [*filter(None, (facts.world, listed, found.ranks if found else None)), *members]
+    reached = [max(rows) + 1 for rows in (facts.traces, facts.states, log.traces) if rows]
+    facts = replace(
+        facts, log=log, first=_first_ended(tails, facts.first), hosts=hosts, limit=sources.limit, stacks=stacks,
         unranked=unranked, in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
         world=max([*worlds, *reached]) if worlds else None,
     )  # fmt: skip
-    return seen, found, wrong
+    return facts, found, wrong
 
 
 # Other sources --------------------------------------------------------------------------------------------------------
@@ -125,10 +125,10 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
 def _lines_of(path: Any) -> Iterator[str]:
     """Read the logical lines of a log, compressed or not, as `_split` does. Raises OSError and LogFileError."""
     with bounded.open_regular(path) as stream:
-        rest = b""
+        tail = b""
         for block in chain(utf8_chunks(Unpacked(stream)), [b"\n"]):
-            *whole, rest = (rest[-65536:] + block).split(b"\n")
-            yield from chain.from_iterable(map(_split, whole))
+            *rows, tail = (tail[-65536:] + block).split(b"\n")
+            yield from chain.from_iterable(map(_split, rows))
 
 
 def _split(line: bytes) -> list[str]:
@@ -155,7 +155,7 @@ def _tails(logs: Sequence[str]) -> Iterator[str]:
 
 def _last_log(sources: WhySources) -> str:
     """Return the end of the newest log; without logs, of the batch scripts' logs in the run's folder."""
-    logs = [Path(path) for path in evidence.files_of(sources.logs) if isinstance(path, str | Path)]
+    logs = [Path(path) for path in evidence.list_files(sources.logs) if isinstance(path, str | Path)]
     if not logs and sources.run is not None:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
     written = {path: path.stat().st_mtime for path in logs if os.path.isfile(path)}
@@ -165,33 +165,33 @@ def _last_log(sources: WhySources) -> str:
 _OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
 
 
-def _stacks(logs: Sequence[str], seen: RunFacts) -> tuple[dict[int, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+def _stacks(logs: Sequence[str], facts: RunFacts) -> tuple[dict[int, tuple[str, ...]], dict[str, tuple[str, ...]]]:
     """Return Python stacks in the logs by rank, which the text, the file name or the process number identifies.
 
     Stacks of unknown ranks are returned second, by process or file.
     """
-    by_pid: dict[int | None, int] = {state.pid: rank for rank, state in seen.states.items() if state.pid}
-    found: dict[int, tuple[str, ...]] = {}
+    by_pid: dict[int | None, int] = {state.pid: rank for rank, state in facts.states.items() if state.pid}
+    stacks: dict[int, tuple[str, ...]] = {}
     unranked: dict[str, tuple[str, ...]] = {}
-    for log in map(str, evidence.files_of(logs)):
+    for log in map(str, evidence.list_files(logs)):
         name = Path(log).name
-        named = _OF_RANK.search(name)
-        for stack in watchdog.read_stacks(_lines_of(log), rank=int(named[1]) if named else None):
+        rank_in_name = _OF_RANK.search(name)
+        for stack in watchdog.read_stacks(_lines_of(log), rank=int(rank_in_name[1]) if rank_in_name else None):
             rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
             if rank is not None:
-                found[rank] = stack.frames
+                stacks[rank] = stack.frames
             else:
                 unranked[f"process {stack.pid}" if stack.pid else f"the process of {name}"] = stack.frames
-    return found, unranked
+    return stacks, unranked
 
 
 def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
     """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
     for text in tails:
-        first = run_record.first_failed_rank(text)
+        first = run_record.find_first_failed(text)
         if first is None or not first.is_own:
             continue
-        codes = [one.exit_code for one in set(run_record.failed_ranks(text)) if one.at == first.at]
+        codes = [failed.exit_code for failed in set(run_record.failed_ranks(text)) if failed.at == first.at]
         # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted;
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
@@ -216,47 +216,47 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     source = f"RAS: {report.total} communicators of up to {report.most} ranks"
     verdict = replace(verdict, sources=(*verdict.sources, source))
     report, unheard = _split_silent_ranks(report, earlier)
-    gone = {rank for comm in report.comms for rank, one in comm.ranks.items() if one.missing}
-    late, counts = {}, ""
+    gone = {rank for comm in report.comms for rank, rank_row in comm.ranks.items() if rank_row.missing}
+    laggards, counts = {}, ""
     for comm in report.comms:
         behind, sentence = ras.behind(comm)
         counts = counts or sentence
         for rank in gone & set(behind) if gone else behind if len(behind) <= comm.size / 2 else ():
-            late[rank] = comm.ranks.get(rank, ras.RasRank(rank=rank)), behind[rank], f"RAS, communicator {comm.id}"
-    dead = [(one, "is dead for RAS", "RAS") for one in report.dead if one.missing == "dead"]
+            laggards[rank] = comm.ranks.get(rank, ras.RasRank(rank=rank)), behind[rank], f"RAS, communicator {comm.id}"
+    dead = [(row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"]
     if unheard:
-        verdict = verdict.left_open("ras_unheard", names=why.ranks_of(unheard))
-    elif silent := [one for one in report.dead if one.missing != "dead" and verdict.state == "fine"]:
-        names = ", ".join(f"process {one.pid} on {one.host}, GPU {one.gpu}" for one in silent[:4])
-        verdict = verdict.left_open("ras_silent", names=names)
-    if verdict.causes and not (verdict.names_nobody and (late or dead)):
-        if set(verdict.ranks) == set(late) or not (late or dead or report.total):
+        verdict = verdict.with_question("ras_unheard", names=why.ranks_of(unheard))
+    elif silent := [row for row in report.dead if row.missing != "dead" and verdict.state == "fine"]:
+        names = ", ".join(f"process {row.pid} on {row.host}, GPU {row.gpu}" for row in silent[:4])
+        verdict = verdict.with_question("ras_silent", names=names)
+    if verdict.causes and not (verdict.names_nobody and (laggards or dead)):
+        if set(verdict.ranks) == set(laggards) or not (laggards or dead or report.total):
             return verdict
-        text = (f"RAS names {why.ranks_of(sorted(late)) if late else 'no rank'}, the verdict "
+        text = (f"RAS names {why.ranks_of(sorted(laggards)) if laggards else 'no rank'}, the verdict "
                 f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
                 "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
         return replace(verdict, disagree=(*verdict.disagree, text))
     is_moving = earlier is not None and _counts(earlier) != _counts(report)
-    if not (gone or dead or verdict.causes) and (is_moving or not counts or earlier is None or not late):
+    if not (gone or dead or verdict.causes) and (is_moving or not counts or earlier is None or not laggards):
         return _by_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
-    rows = [late[rank] for rank in sorted(late)] or dead
+    rows = [laggards[rank] for rank in sorted(laggards)] or dead
     causes = tuple(_cause_of_rank(*row) for row in rows)
     ranks = tuple(rank for cause in causes for rank in cause.ranks)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
     return replace(
         verdict, state=state, line=f"{state}: {causes[0].message}", causes=(*causes, *verdict.causes), ranks=ranks,
-        gpus=tuple(f"{one.host} GPU {one.gpu}" for one, *_ in rows if one.host and one.rank >= 0),
+        gpus=tuple(f"{row.host} GPU {row.gpu}" for row, *_ in rows if row.host and row.rank >= 0),
         nodes=tuple(sorted({node for cause in causes for node in cause.nodes})),
     )  # fmt: skip
 
 
-def _cause_of_rank(one: ras.RasRank, words: str, source: str) -> Cause:
+def _cause_of_rank(rank: ras.RasRank, state: str, source: str) -> Cause:
     """Return RAS's statement about a rank, or about a process whose rank it does not give."""
-    kind = {"dead": "gone", "": "unknown"}.get(one.missing, "silent")
-    where = f" (GPU {one.gpu} of process {one.pid} on {one.host})" if one.host else ""
-    who = f"rank {one.rank}{where}" if one.rank >= 0 else f"process {one.pid} on {one.host}, GPU {one.gpu},"
-    return Cause(code=why.CODES.get(kind, "rank.behind"), message=f"{who} {words}", evidence=(source,),
-                 ranks=(one.rank,) if one.rank >= 0 else (), nodes=(one.host,) if one.host else (),
+    kind = {"dead": "gone", "": "unknown"}.get(rank.missing, "silent")
+    place = f" (GPU {rank.gpu} of process {rank.pid} on {rank.host})" if rank.host else ""
+    who = f"rank {rank.rank}{place}" if rank.rank >= 0 else f"process {rank.pid} on {rank.host}, GPU {rank.gpu},"
+    return Cause(code=why.CODES.get(kind, "rank.behind"), message=f"{who} {state}", evidence=(source,),
+                 ranks=(rank.rank,) if rank.rank >= 0 else (), nodes=(rank.host,) if rank.host else (),
                  action=why.ACTIONS[kind])  # fmt: skip
 
 
@@ -266,13 +266,13 @@ def _by_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
     if counts and not is_first:  # most ranks are behind, so none of them is the cause
-        found = RunFacts().named("ras_majority", counts=counts)
-        return replace(found, sources=verdict.sources, unknown=(*verdict.unknown, *found.unknown))
+        majority = RunFacts().named("ras_majority", counts=counts)
+        return replace(majority, sources=verdict.sources, unknown=(*verdict.unknown, *majority.unknown))
     if counts:
-        return verdict.left_open("ras_once", counts=counts)
-    if is_first or not any(one.counts for comm in report.comms for one in comm.ranks.values()):
-        return verdict.left_open("ras_alike") if report.total else verdict
-    return verdict.left_open("ras_standing")
+        return verdict.with_question("ras_once", counts=counts)
+    if is_first or not any(rank.counts for comm in report.comms for rank in comm.ranks.values()):
+        return verdict.with_question("ras_alike") if report.total else verdict
+    return verdict.with_question("ras_standing")
 
 
 def _split_silent_ranks(report: ras.RasReport, earlier: ras.RasReport | None) -> tuple[ras.RasReport, list[int]]:
@@ -281,19 +281,19 @@ def _split_silent_ranks(report: ras.RasReport, earlier: ras.RasReport | None) ->
     A process that creates or destroys a communicator also lacks data. A missing answer counts if RAS timed out waiting,
     calls a process unresponsive or dead, or two reports lack the same rank.
     """
-    if report.timeouts or any(one.missing == "dead" for one in report.dead):
+    if report.timeouts or any(rank.missing == "dead" for rank in report.dead):
         return report, []
-    rows = [(comm.id, one) for comm in report.comms for one in comm.ranks.values() if one.missing == "no answer"]
+    rows = [(comm.id, row) for comm in report.comms for row in comm.ranks.values() if row.missing == "no answer"]
     before = earlier.comms if earlier else ()
-    lacking = {(comm.id, rank) for comm in before for rank, one in comm.ranks.items() if one.missing}
-    quiet = {(comm, one.rank) for comm, one in rows} - lacking
-    heard = (replace(comm, ranks={rank: row for rank, row in comm.ranks.items() if (comm.id, rank) not in quiet})
+    lacking = {(comm.id, rank) for comm in before for rank, row in comm.ranks.items() if row.missing}
+    quiet = {(comm, row.rank) for comm, row in rows} - lacking
+    answered = (replace(comm, ranks={rank: row for rank, row in comm.ranks.items() if (comm.id, rank) not in quiet})
              for comm in report.comms)  # fmt: skip
-    return replace(report, comms=tuple(heard)), sorted({rank for _, rank in quiet})
+    return replace(report, comms=tuple(answered)), sorted({rank for _, rank in quiet})
 
 
 def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
-    return [(comm.id, comm.spread, {rank: one.counts for rank, one in comm.ranks.items()}) for comm in report.comms]
+    return [(comm.id, comm.spread, {rank: row.counts for rank, row in comm.ranks.items()}) for comm in report.comms]
 
 
 _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted", "connection_closed_by_peer",
@@ -307,43 +307,43 @@ _MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "col
 def _cause_of(problem: LogProblem) -> Cause:
     """Return the cause for a log problem."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
-    at = f"{problem.place}: " if problem.place else ""
-    return Cause(code=problem.code, message=at + problem.message, evidence=lines, action=problem.action)
+    place = f"{problem.place}: " if problem.place else ""
+    return Cause(code=problem.code, message=place + problem.message, evidence=lines, action=problem.action)
 
 
-def with_log(verdict: Verdict, found: Evidence, facts: RunFacts) -> Verdict:
+def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     """Add the log's problems: reasons of a failure, and of a transport that is slower than possible.
 
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed. The codes of `_ENDS` say that the job ended, not why, or that no channel is shown.
     """
-    shown = (p for p in found.problems if p.code != "job_failed" or p.ranks == verdict.ranks)
-    lines = {p.code: _cause_of(p).evidence for p in shown}
+    problems = (p for p in log.problems if p.code != "job_failed" or p.ranks == verdict.ranks)
+    lines = {p.code: _cause_of(p).evidence for p in problems}
     verdict = replace(verdict, causes=tuple(
-        replace(one, evidence=one.evidence or lines.get(_MORE_EXACT.get(one.code, one.code), ()))
-        for one in verdict.causes))  # fmt: skip
-    known = (*_ENDS, *(cause.code for cause in verdict.causes))
-    known = (*known, *(code for cause, code in _MORE_EXACT.items() if cause in known))
+        replace(cause, evidence=cause.evidence or lines.get(_MORE_EXACT.get(cause.code, cause.code), ()))
+        for cause in verdict.causes))  # fmt: skip
+    codes = (*_ENDS, *(cause.code for cause in verdict.causes))
+    codes = (*codes, *(code for cause, code in _MORE_EXACT.items() if cause in codes))
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
-        known = (*known, "job_stopped")
-    rows = [p for p in found.problems if p.severity in ("fail", "warn") and p.code not in known]
+        codes = (*codes, "job_stopped")
+    rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes]
     rows.sort(key=lambda p: p.severity != "fail")
     causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     diagnosed = any(p.code.startswith("diag_") for p in rows)  # these do not need a channel
-    if evidence.exit_code(found) == 5 and found.outcome == "unknown" and not diagnosed:  # no channel, and no end
+    if evidence.exit_code(log) == 5 and log.outcome == "unknown" and not diagnosed:  # no channel, and no end
         return replace(verdict, causes=(*verdict.causes, *causes))
-    none_of = f", none of {why.ranks_of(found.missing_ranks)}" if found.missing_ranks else ""
-    read = f"NCCL log: {found.lines_read} line{'s' * (found.lines_read != 1)}{none_of}"
-    verdict = replace(verdict, sources=(*verdict.sources, read))
-    if verdict.state in ("fine", "unknown") and found.outcome == "failed" and (causes or not facts.is_over):
-        ended = tuple(_cause_of(p) for p in found.problems if p.severity == "fail")[:1]
-        if not causes or any(one.code in _ENDS for one in ended):  # what remains are slow paths
+    none_of = f", none of {why.ranks_of(log.missing_ranks)}" if log.missing_ranks else ""
+    source = f"NCCL log: {log.lines_read} line{'s' * (log.lines_read != 1)}{none_of}"
+    verdict = replace(verdict, sources=(*verdict.sources, source))
+    if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
+        ended = tuple(_cause_of(p) for p in log.problems if p.severity == "fail")[:1]
+        if not causes or any(cause.code in _ENDS for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
         first = causes[0].message if causes else "the log says so"
         return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":
         return replace(verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes)
-    if verdict.state == "fine" and found.outcome == "finished":
+    if verdict.state == "fine" and log.outcome == "finished":
         verdict = replace(verdict, line="fine: the log shows that the job finished")
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine except for a problem in the log: {causes[0].message}")
@@ -390,9 +390,9 @@ def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
     the cause, and so does a rank whose loss ended a step of the job (`*** STEP` in the log).
     """
     ends = [one for one in verdict.causes if one.code in _STOP_REQUESTS and "*** JOB " in " ".join(one.evidence)]
-    gone = [one for one in verdict.causes if one not in ends]
-    early = any(ages.get(rank, 0.0) > STALE_SECONDS for one in gone for rank in one.ranks or ages)
-    if not (ends and gone) or early or {one.code for one in gone} - {"rank.gone", "ranks.gone"}:
+    gone = [cause for cause in verdict.causes if cause not in ends]
+    early = any(ages.get(rank, 0.0) > STALE_SECONDS for cause in gone for rank in cause.ranks or ages)
+    if not (ends and gone) or early or {cause.code for cause in gone} - {"rank.gone", "ranks.gone"}:
         return verdict
     line = f"failed: {ends[0].message}"
     return replace(verdict, line=line, causes=tuple(ends), ranks=(), nodes=(), gpus=(), unknown=())
@@ -410,20 +410,20 @@ def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) 
     if record is not None and record.status == "interrupted" and record.exit_code == RESUMABLE:
         reason = f": {record.reason}" if record.reason else ""
         saved = f"the run ended so that it can resume (run.json: interrupted, exit code {RESUMABLE}{reason})"
-    words = "; ".join(filter(None, (saved, again)))
+    notes = "; ".join(filter(None, (saved, again)))
     if not stopped:
-        line = words if saved else "; ".join(filter(None, (verdict.line, again)))
+        line = notes if saved else "; ".join(filter(None, (verdict.line, again)))
         return replace(verdict, state="fine" if saved else verdict.state, line=line)
     if again and not saved and "COMPLETED" not in again:
         line = f"unknown: {again}; no source shows whether its ranks had saved a checkpoint"
         return replace(verdict, state="unknown", line=line)
-    first, *rest = verdict.causes
+    first, *others = verdict.causes
     if again:
         line = f"the log has: {first.message}. Slurm writes this of each job that it signals; run.json is believed"
-        return replace(verdict, state="fine", line=words, causes=(), disagree=(*verdict.disagree, line))
+        return replace(verdict, state="fine", line=notes, causes=(), disagree=(*verdict.disagree, line))
     if saved:
         action = "Start it again with the same command: it resumes from its checkpoint."
-        verdict = replace(verdict, causes=(replace(first, evidence=(*first.evidence, saved), action=action), *rest))
+        verdict = replace(verdict, causes=(replace(first, evidence=(*first.evidence, saved), action=action), *others))
     return verdict
 
 
@@ -446,6 +446,6 @@ def with_gate(verdict: Verdict, log: str) -> Verdict:
     nodes = tuple(dict.fromkeys(line[1] for line in lines))
     evidence = (*(line[0] for line in lines), stop[0])
     key = _GATE_CAUSES.get(stop[2], "gate_unfinished")
-    cause = cause_named(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
+    cause = make_cause(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
     return Verdict(state="failed", line=f"failed: {cause.message}", nodes=nodes, causes=(cause,),
                    sources=verdict.sources)  # fmt: skip

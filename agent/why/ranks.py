@@ -40,21 +40,21 @@ def read_process_states(states: Mapping[int, RankState], proc: Path = Path("/pro
     with suppress(OSError):
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
         numbers = str((proc / "self/ns/pid").readlink())
-    found: dict[int, str] = {}
+    states_found: dict[int, str] = {}
     for rank, state in states.items():
         if not state.pid or not state.boot or state.boot != boot or state.started is None:
             continue
         try:
-            words = (proc / str(state.pid) / "stat").read_text().rpartition(")")[2].split()
+            fields = (proc / str(state.pid) / "stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            words = []
+            fields = []
         except OSError:
             continue
-        if len(words) > 19 and int(words[19]) == state.started:
-            found[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(words[0], "runs")
+        if len(fields) > 19 and int(fields[19]) == state.started:
+            states_found[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(fields[0], "runs")
         elif state.pid_namespace == numbers:  # a pod has its own process numbers, even with the host's name
-            found[rank] = "gone"
-    return found
+            states_found[rank] = "gone"
+    return states_found
 
 
 def find_starting_ranks(states: Mapping[int, RankState], alive: Mapping[int, str]) -> dict[int, int]:
@@ -69,12 +69,12 @@ def find_starting_ranks(states: Mapping[int, RankState], alive: Mapping[int, str
         return {}
     environments = {process.pid: process.info["environ"] or {} for process in psutil.process_iter(["environ"])}
     start = [environments.get(waiting[0], {}).get(name) for name in _START]
-    found: dict[int, int] = {}
+    starting: dict[int, int] = {}
     for pid, variables in sorted(environments.items()):
         rank = variables.get("RANK", "")
         if rank.isdecimal() and int(rank) not in states and [variables.get(name) for name in _START] == start:
-            found.setdefault(int(rank), pid)  # the first: a worker of the rank has the same variables
-    return found
+            starting.setdefault(int(rank), pid)  # the first: a worker of the rank has the same variables
+    return starting
 
 
 class Heartbeats:
@@ -88,9 +88,9 @@ class Heartbeats:
         """Return how many seconds each rank's last write is older than the newest; at the first read, by file times."""
         now = time.monotonic()
         for rank, state in states.items():
-            written, at = self.heard.get(rank, (state.written, now - by_files.get(rank, 0.0)))
+            written, heard_at = self.heard.get(rank, (state.written, now - by_files.get(rank, 0.0)))
             self.changed = self.changed or state.written != written
-            self.heard[rank] = (state.written, at if state.written == written else now)
+            self.heard[rank] = (state.written, heard_at if state.written == written else now)
         newest_of_all = max((self.heard[rank][1] for rank in states), default=0.0)
         return {rank: newest_of_all - self.heard[rank][1] for rank in states}
 
@@ -109,7 +109,7 @@ def read_settled_run(folder: Path) -> tuple[RunFacts, list[str]]:
         for rank, age in facts.ages.items()
     )
     states = facts.states.values()
-    is_ending = any(one.error for one in states) and not all(one.ended for one in states)
+    is_ending = any(state.error for state in states) and not all(state.ended for state in states)
     pause = 0.0
     if silence < COPIED_SECONDS and (is_mute or silence >= SILENT_RUN_SECONDS):
         pause = WRITES_SECONDS
@@ -144,7 +144,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     times = written if copied else modified
     last = max(times.values(), default=0.0)
     ages = beats.ages(states, {rank: last - when for rank, when in times.items()})
-    is_running, at = any(kind != "gone" for kind in alive.values()), time.time()
+    is_running, now = any(kind != "gone" for kind in alive.values()), time.time()
     silence = None
     if states and not is_running:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else began - last
@@ -159,7 +159,7 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,
                      starting=find_starting_ranks(states, alive), first=first, stopped=stopped,
                      silence=silence, world=newest_state.world_size or None,
-                     now=at if is_running else newest_state.written or find_newest_call(traces))  # fmt: skip
+                     now=now if is_running else newest_state.written or find_newest_call(traces))  # fmt: skip
     return facts, wrong + bad
 
 
@@ -169,11 +169,11 @@ def _end_by_torchrun(path: Path) -> tuple[int | None, str]:
     A rank that was aborted or terminated because of another rank does not count.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        found = plain.loads(bounded.read_text(path, MOST_STATE_BYTES))
-        if "signal" in found:
-            name = signal.Signals(int(found["signal"])).name
-            return None, f"{name} at {time.strftime('%H:%M:%S', time.gmtime(found['at']))} UTC"
-        failed = run_record.FailedRank(int(found["rank"]), int(found["exit_code"]))
+        end = plain.loads(bounded.read_text(path, MOST_STATE_BYTES))
+        if "signal" in end:
+            name = signal.Signals(int(end["signal"])).name
+            return None, f"{name} at {time.strftime('%H:%M:%S', time.gmtime(end['at']))} UTC"
+        failed = run_record.FailedRank(int(end["rank"]), int(end["exit_code"]))
         return failed.rank if failed.is_own else None, ""
     return None, ""
 

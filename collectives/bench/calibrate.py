@@ -59,18 +59,18 @@ def calibrate(request: CalibrationRequest, *, stop: threading.Event | None = Non
         try:
             for index in range(request.copies):  # start all before waiting for any
                 hidden = {"CUDA_VISIBLE_DEVICES": str(index)} if request.device == "cuda" else {}
-                words = [sys.executable, "-m", "collectives.bench.calibrate", str(folder), str(index)]
+                command = [sys.executable, "-m", "collectives.bench.calibrate", str(folder), str(index)]
                 with (folder / f"{index}.log").open("wb") as stream:
-                    trees.append(processes.Tree(words, {**os.environ, **hidden}, stream))
+                    trees.append(processes.Tree(command, {**os.environ, **hidden}, stream))
             for index, tree in enumerate(trees):
                 ended = tree.wait(until, stop or threading.Event())
                 if ended == "stopped":
                     raise CalibrationFailedError("stopped before it was done")
                 if ended == "late" or tree.process.returncode != 0:
-                    late = f"not done {timeout_seconds:g} s after its start: the shapes need a larger budget"
+                    reason = f"not done {timeout_seconds:g} s after its start: the shapes need a larger budget"
                     last = (folder / f"{index}.log").read_text(errors="replace").strip().rpartition("\n")[2]
-                    why = late if ended else last or f"exit code {tree.process.returncode}"
-                    raise CalibrationFailedError(f"calibration on {request.device}: {why}")
+                    cause = reason if ended else last or f"exit code {tree.process.returncode}"
+                    raise CalibrationFailedError(f"calibration on {request.device}: {cause}")
                 answers.append(json.loads((folder / f"{index}.json").read_text()))
         finally:
             for tree in trees:
@@ -156,7 +156,7 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         x.grad = None
 
     forward = _median_seconds(lambda: layer(x), wait, each)
-    whole = _median_seconds(both, wait, each)
+    total = _median_seconds(both, wait, each)
     return {
         "schema_version": 1,
         "device": name,
@@ -165,18 +165,18 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
         "layer": {
             "hidden": request.hidden, "ffn": request.ffn, "heads": request.heads, "kv_heads": request.kv_heads,
             "tokens": batch * request.sequence, "sequence": request.sequence, "forward_seconds": forward,
-            "backward_seconds": max(whole - forward, 0.05 * whole), "method": request.method,
+            "backward_seconds": max(total - forward, 0.05 * total), "method": request.method,
         },
         "taken_at_seconds": time.time(),
         "versions": [["torch", torch.__version__]],
     }  # fmt: skip
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Child process: read request.json in the folder `words[0]` and write N.json next to it, with N = `words[1]`."""
-    folder = Path(words[0])
+    folder = Path(arguments[0])
     request = CalibrationRequest(**json.loads((folder / "request.json").read_text()))
-    (folder / f"{words[1]}.json").write_text(json.dumps(measure(request)))
+    (folder / f"{arguments[1]}.json").write_text(json.dumps(measure(request)))
     return 0
 
 

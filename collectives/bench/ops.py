@@ -83,17 +83,17 @@ def pattern(sources: tuple[int, ...], turn: int, start: int, device: Any) -> Any
 def write_pattern(tensor: Any, sources: tuple[int, ...], turn: int) -> None:
     """Fill a flat tensor with the sources' data."""
     period = pattern(sources, turn, 0, tensor.device)
-    whole = tensor.numel() // PERIOD * PERIOD
-    tensor[:whole].view(-1, PERIOD).copy_(period.expand(whole // PERIOD, PERIOD))
-    tensor[whole:].copy_(period[: tensor.numel() - whole])
+    length = tensor.numel() // PERIOD * PERIOD
+    tensor[:length].view(-1, PERIOD).copy_(period.expand(length // PERIOD, PERIOD))
+    tensor[length:].copy_(period[: tensor.numel() - length])
 
 
 def matches(tensor: Any, sources: tuple[int, ...], turn: int, start: int = 0) -> bool:
     """Return whether every element of a flat tensor is the sum of the sources' data starting at `start`."""
     period = pattern(sources, turn, start, tensor.device)
-    whole = tensor.numel() // PERIOD * PERIOD
-    body = bool((tensor[:whole].view(-1, PERIOD) == period).all())
-    return body and bool((tensor[whole:] == period[: tensor.numel() - whole]).all())
+    length = tensor.numel() // PERIOD * PERIOD
+    body = bool((tensor[:length].view(-1, PERIOD) == period).all())
+    return body and bool((tensor[length:] == period[: tensor.numel() - length]).all())
 
 
 def _find_wrong_chunks(side: Side, turn: int, start: int) -> tuple[int, ...]:

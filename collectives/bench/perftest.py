@@ -66,9 +66,9 @@ def build_command(port: Port, tcp_port: int, peer: str | None = None) -> list[st
     packet is retransmitted after 1 s, similar to NCCL. The default of 67 ms causes a storm if there is a queue on the
     path.
     """
-    words = [PROGRAM, "-d", port.device, "-i", str(port.port), "-p", str(tcp_port), "-F"]
-    words += f"-s {MESSAGE_BYTES} -t {DEPTH} -Q 1 -u 18 -D {RUN_SECONDS} -f {MARGIN_SECONDS}".split()
-    return [*words, *(("-x", str(port.gid_index)) if port.gid_index is not None else ()), *((peer,) if peer else ())]
+    command = [PROGRAM, "-d", port.device, "-i", str(port.port), "-p", str(tcp_port), "-F"]
+    command += f"-s {MESSAGE_BYTES} -t {DEPTH} -Q 1 -u 18 -D {RUN_SECONDS} -f {MARGIN_SECONDS}".split()
+    return [*command, *(("-x", str(port.gid_index)) if port.gid_index is not None else ()), *((peer,) if peer else ())]
 
 
 def write(ports: Sequence[Port], peer: str, *, wait_seconds: float, stop: threading.Event) -> RdmaResult:
@@ -77,7 +77,7 @@ def write(ports: Sequence[Port], peer: str, *, wait_seconds: float, stop: thread
     The two sides can start in any order: the connection of the first port is retried until it succeeds.
     """
     began, clock = time.time(), time.monotonic()
-    found: list[RdmaWrite] = []
+    writes: list[RdmaWrite] = []
     problems: list[str] = []
     until = clock + wait_seconds
     with processes.run_folder() as folder:
@@ -86,14 +86,14 @@ def write(ports: Sequence[Port], peer: str, *, wait_seconds: float, stop: thread
                 problems.append(f"{port}: not measured: stopped")
                 continue
             text, code = _run_until_connected(port, place, peer, folder / "output", until, stop)
-            made = _parse_output(port, text) if code == 0 else None
-            if made is not None:
-                found.append(made)
+            result = _parse_output(port, text) if code == 0 else None
+            if result is not None:
+                writes.append(result)
                 until = time.monotonic() + LATER_SECONDS
             else:
                 problems.append(f"{port} to {peer}:{TCP_PORT + place}: {_describe_output(text, code)}")
     return RdmaResult(
-        host=socket.gethostname(), peer=peer, writes=tuple(found), started_at_seconds=began,
+        host=socket.gethostname(), peer=peer, writes=tuple(writes), started_at_seconds=began,
         seconds=time.monotonic() - clock, problems=tuple(problems), stopped_by="its caller" if stop.is_set() else None,
     )  # fmt: skip
 
@@ -112,10 +112,10 @@ def listen(
         trees = [_start(build_command(port, TCP_PORT + place), folder / str(place)) for place, port in enumerate(ports)]
         try:
             for place, (port, tree) in enumerate(zip(ports, trees, strict=True)):  # in the order of the writes
-                late = tree.wait(until, stop)
-                if late == "stopped":
+                outcome = tree.wait(until, stop)
+                if outcome == "stopped":
                     problems.append(f"{port}: stopped")
-                elif late:
+                elif outcome:
                     problems.append(f"{port}: no host wrote to it within {wait_seconds:g} s")
                 elif code := tree.process.returncode:
                     output = (folder / str(place)).read_text(errors="replace")
@@ -129,9 +129,9 @@ def listen(
     return tuple(served), tuple(problems)
 
 
-def _start(words: Sequence[str], output: Path) -> processes.Tree:
+def _start(command: Sequence[str], output: Path) -> processes.Tree:
     with output.open("wb") as stream:
-        return processes.Tree(words, os.environ, stream)
+        return processes.Tree(command, os.environ, stream)
 
 
 def _run_until_connected(
@@ -141,10 +141,10 @@ def _run_until_connected(
     while True:
         tree = _start(build_command(port, TCP_PORT + place, peer), output)
         try:
-            late = tree.wait(time.monotonic() + RUN_SECONDS + OVERRUN_SECONDS, stop)
+            outcome = tree.wait(time.monotonic() + RUN_SECONDS + OVERRUN_SECONDS, stop)
         finally:
             tree.end(END_SECONDS)
-        code = None if late else tree.process.returncode
+        code = None if outcome else tree.process.returncode
         text = output.read_text(errors="replace")
         if code in (0, None) or _NOT_YET not in text or time.monotonic() > until or stop.wait(AGAIN_SECONDS):
             return text, code

@@ -50,7 +50,7 @@ class Work:
 
 def write(spec: Work, path: Path) -> None:
     """Write the work for the ranks."""
-    work = Work(**{one.name: getattr(spec, one.name) for one in fields(Work)})
+    work = Work(**{field.name: getattr(spec, field.name) for field in fields(Work)})
     path.write_text(json.dumps(plain.write(work)), encoding="utf-8")
 
 
@@ -111,6 +111,6 @@ class BenchSpec(Work):
         return self.ranks_per_host * self.hosts
 
 
-def _check(setting: str, value: object, fine: bool, allowed: str) -> None:
-    if not fine:
+def _check(setting: str, value: object, is_valid: bool, allowed: str) -> None:
+    if not is_valid:
         raise SpecError(f"{setting}{'' if value is None else f'={value!r}'}: must be {allowed}")

@@ -209,15 +209,15 @@ def run_folder() -> Iterator[Path]:
     """Create a temporary folder, locked with flock(2), which is removed at the end, or when the next run starts."""
     place = Path(tempfile.gettempdir())
     remove_stale_folders(place)
-    made = Path(tempfile.mkdtemp(prefix=NEW_FOLDER_PREFIX, dir=place))
-    descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = Path(tempfile.mkdtemp(prefix=NEW_FOLDER_PREFIX, dir=place))
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         # Other runs look for this name, so the folder gets it once it is locked.
-        made = made.rename(place / made.name.replace(NEW_FOLDER_PREFIX, FOLDER_PREFIX))
-        yield made
+        folder = folder.rename(place / folder.name.replace(NEW_FOLDER_PREFIX, FOLDER_PREFIX))
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
 
 

@@ -36,9 +36,9 @@ class Journal:
             self._file.write(line)
             self._file.flush()
 
-    def arrive(self, where: str) -> None:
+    def arrive(self, phase: str) -> None:
         """Record that this rank has reached the next synchronization point."""
-        self.where = where
+        self.where = phase
         self.arrived += 1
 
     def beat(self) -> None:
@@ -66,11 +66,11 @@ def count_moved_bytes(store_port: int) -> int:
             number = int(name)
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(number)) as one:
-                if one.family not in (socket.AF_INET, socket.AF_INET6):
+            with socket.socket(fileno=os.dup(number)) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
-                ports = one.getsockname()[1], one.getpeername()[1]
-                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                ports = connection.getsockname()[1], connection.getpeername()[1]
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             if store_port not in ports and len(info) >= _INFO_BYTES:
                 total += sum(struct.unpack_from("=Q", info, offset)[0] for offset in (_ACKED, _RECEIVED))
     return total

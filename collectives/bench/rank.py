@@ -211,7 +211,7 @@ def main(path: str) -> None:
     me = Rank(rank=number, world=world, plan=plan, journal=journal, device="cpu")
     try:
         _join(me, host)
-        _work(me)
+        _run_plan(me)
     except BaseException as error:  # noqa: BLE001 - reported in the journal and on stderr; then the process ends
         journal.write("error", why=f"{type(error).__name__}: {error}"[:2000])
         traceback.print_exc()
@@ -249,7 +249,7 @@ def _join(me: Rank, host: str) -> None:
     me.journal.write("joined", ranks=everyone if reports_for_host() else [])
 
 
-def _work(me: Rank) -> None:
+def _run_plan(me: Rank) -> None:
     import torch.distributed as dist
 
     started = time.monotonic()
@@ -272,8 +272,8 @@ def _work(me: Rank) -> None:
 
 def predict_seconds(case: Case, singles: Mapping[Case, float]) -> float | None:
     """Predict the seconds of one iteration from the largest measured size; None if no measured size is large enough."""
-    known = [other for other in singles if other.bytes * PREDICTS_UP_TO >= case.bytes]
-    alike = [other for other in known if other.op == case.op] or known
+    measured = [other for other in singles if other.bytes * PREDICTS_UP_TO >= case.bytes]
+    alike = [other for other in measured if other.op == case.op] or measured
     if not alike:
         return None
     largest = max(alike, key=lambda other: other.bytes)
@@ -283,10 +283,10 @@ def predict_seconds(case: Case, singles: Mapping[Case, float]) -> float | None:
 def _versions(me: Rank) -> dict[str, str]:
     import torch
 
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     if me.plan.backend == "nccl":
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
-    return found
+        versions["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+    return versions
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from collectives.nccl_log.transport import Evidence, rank_words
 from contracts import plain
 
 
-def visible_backend() -> str:
+def detect_backend() -> str:
     """Return nccl if this host shows NVIDIA devices that are not hidden, else gloo."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles")
     return "nccl" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "gloo"
@@ -46,7 +46,7 @@ def run(
 
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
     cases = spec.cases or tuple(Case(op=op, bytes=size) for op in spec.ops for size in spec.sizes_bytes)
-    spec = replace(spec, backend=spec.backend or visible_backend(), cases=cases)
+    spec = replace(spec, backend=spec.backend or detect_backend(), cases=cases)
     with processes.lock_host(Path(spec.lock_path) if spec.lock_path else None), processes.run_folder() as directory:
         debug = directory / "nccl"
         debug.mkdir()
@@ -69,10 +69,10 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
         events[event["event"]].append(event)
     hello: list[Mapping[str, Any]] = next((event["ranks"] for event in events["joined"] if event["ranks"]), [])
     hosts = tuple(row["host"] for row in hello)
-    measurements = tuple(_measurement(event, backend, hello, spec.expect) for event in events["measured"])
+    measurements = tuple(_make_measurement(event, backend, hello, spec.expect) for event in events["measured"])
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
-    wrong = _wrong_data(events["measured"], hosts)
+    wrong = _find_wrong_data(events["measured"], hosts)
     problems = (*outcome.problems, *skipped, *wrong)
     # Times of all sizes together, because a late rank is late at every size.
     waits = [
@@ -97,7 +97,7 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
     )
 
 
-def _measurement(
+def _make_measurement(
     event: Mapping[str, Any], backend: str, hello: Sequence[Mapping[str, Any]], expect: Expect | None
 ) -> Measurement:
     from statistics import median  # also imports random, which a process that measures nothing does not need
@@ -119,20 +119,20 @@ def _measurement(
     )  # fmt: skip
 
 
-def _wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
+def _find_wrong_data(measured: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[str]:
     """Name the ranks whose data was wrong. A sum does not show which rank's data it is."""
     problems = []
     for event in measured:
         sources: dict[int, set[int]] = {}
         for seer, source in event["wrong"]:
             sources.setdefault(source, set()).add(seer)
-        what = f"{event['op']} of {event['bytes']} bytes is not verified"
+        test = f"{event['op']} of {event['bytes']} bytes is not verified"
         for source, seers in sources.items():
-            seen = rank_words(seers)
+            witnesses = rank_words(seers)
             if source >= 0:
-                problems.append(f"{what}: rank {source} on {hosts[source]} gave wrong data, seen by {seen}")
+                problems.append(f"{test}: rank {source} on {hosts[source]} gave wrong data, seen by {witnesses}")
             else:
-                problems.append(f"{what}: the sum is wrong on {seen}; all_gather shows which rank's data is wrong")
+                problems.append(f"{test}: the sum is wrong on {witnesses}; all_gather shows which rank's data is wrong")
     return problems
 
 
@@ -157,22 +157,22 @@ def find_stragglers(hosts: Sequence[str], wait_seconds: Sequence[Sequence[float]
     if len(hosts) < 2 or iterations < MIN_ITERATIONS:
         return ()
     columns = list(zip(*wait_seconds, strict=True))
-    late = [[median(column) - column[place] for column in columns] for place in range(len(hosts))]
+    delays = [[median(column) - column[place] for column in columns] for place in range(len(hosts))]
     if len(hosts) == 2:  # the median of two is their mean, so a late rank is late by twice the difference to it
-        late = [[2 * seconds for seconds in row] for row in late]
+        delays = [[2 * seconds for seconds in row] for row in delays]
     last = [column.index(min(column)) for column in columns]
-    found = []
+    stragglers = []
     for rank, host in enumerate(hosts):
         times = last.count(rank)
-        lateness, floor = median(late[rank]), min(median(row) for row in wait_seconds)
+        lateness, floor = median(delays[rank]), min(median(row) for row in wait_seconds)
         # P(Binomial(iterations, 1 / ranks) >= times)
         p = 1 / len(hosts)
         chance = math.fsum(
             math.comb(iterations, k) * p**k * (1 - p) ** (iterations - k) for k in range(times, iterations + 1)
         )
         if lateness > floor and chance * len(hosts) <= SIGNIFICANCE:
-            why = f"arrived last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it"
-            found.append(Straggler(
-                rank=rank, host=host, late_seconds=lateness, iterations=iterations, share=times / iterations, why=why
+            reason = f"arrived last in {times} of {iterations} collectives; the others waited {lateness:.6f} s for it"
+            stragglers.append(Straggler(
+                rank=rank, host=host, late_seconds=lateness, iterations=iterations, share=times / iterations, why=reason
             ))  # fmt: skip
-    return tuple(sorted(found, key=lambda straggler: -straggler.late_seconds))
+    return tuple(sorted(stragglers, key=lambda straggler: -straggler.late_seconds))

@@ -111,10 +111,10 @@ class Watch:
             with path.open("rb") as file:
                 file.seek(offset)
                 chunk = file.read(MAX_EVENT_BYTES)
-            whole = chunk[: chunk.rfind(b"\n") + 1]
-            self._offsets[path] = offset + len(whole)
+            lines = chunk[: chunk.rfind(b"\n") + 1]
+            self._offsets[path] = offset + len(lines)
             rank = int(path.stem.removeprefix("rank-"))
-            for line in whole.splitlines():
+            for line in lines.splitlines():
                 self._process_event(self.states.setdefault(rank, RankState(rank=rank)), json.loads(line))
 
     def _process_event(self, state: RankState, event: Event) -> None:

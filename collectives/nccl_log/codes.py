@@ -42,14 +42,14 @@ CODES: dict[str, Meaning] = {code: Meaning(**row) for code, row in read_table(__
 _MESSAGES = read_table(__file__, "messages.toml")
 
 
-def problem_of(code: str, detail: str = "", **more: Any) -> LogProblem:
+def make_problem(code: str, detail: str = "", **members: Any) -> LogProblem:
     """Create the problem with this code; `more` are further members, which may override the severity or the action."""
     meaning = CODES[code]
-    words = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
-    return LogProblem(code=code, **{**words, "severity": meaning.severity, **more})
+    texts = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
+    return LogProblem(code=code, **{**texts, "severity": meaning.severity, **members})
 
 
-def codes_with(mark: str) -> tuple[str, ...]:
+def list_codes(mark: str) -> tuple[str, ...]:
     """Return the codes that have this mark in codes.toml."""
     return tuple(code for code, meaning in CODES.items() if getattr(meaning, mark))
 
@@ -85,8 +85,8 @@ def _read_signs() -> tuple[Sign, ...]:
         texts = row["text"] if isinstance(row["text"], list) else [row["text"]]
         pattern = insert_pieces(row.get("pattern", ""), pieces)
         signs += [
-            Sign(one.encode(), row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
-            for one in texts
+            Sign(text.encode(), row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
+            for text in texts
         ]
     return tuple(signs)
 
@@ -113,23 +113,23 @@ def _signs_in(shape: bytes) -> tuple[Sign, ...]:
     return tuple(sign for text, sign in _SHAPES if text in shape)
 
 
-def codes_of(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
+def find_codes(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     """Return the codes that the message indicates, each once, in table order.
 
     ``foreign``: the line may not be NCCL's; only texts that no other library prints count.
     """
     candidates = _signs_in(message.translate(None, DIGITS))  # lines of one kind differ in their digits
     signs = (sign for sign in candidates if sign.needle in message and (sign.own or not foreign))
-    found = tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
-    causes = any(not CODES[code].symptom and not CODES[code].vague for code in found)
-    return tuple(code for code in found if not (causes and CODES[code].symptom))
+    codes = tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
+    causes = any(not CODES[code].symptom and not CODES[code].vague for code in codes)
+    return tuple(code for code in codes if not (causes and CODES[code].symptom))
 
 
 def cut_to_sign(line: bytes, code: str) -> bytes:
     """Cut a line to 300 bytes: its start, or the part with the text that indicates the code."""
-    most = 300
-    if len(line) <= most:
+    limit = 300
+    if len(line) <= limit:
         return line
     texts = [sign.pattern or re.escape(sign.needle) for sign in SIGNS if sign.code == code and sign.needle in line]
     end = min((match.end() for text in texts if (match := _compiled(text).search(line))), default=0)
-    return line[:most] if end <= most else b"..." + line[min(end + 100, len(line)) - most + 3 :][: most - 3]
+    return line[:limit] if end <= limit else b"..." + line[min(end + 100, len(line)) - limit + 3 :][: limit - 3]

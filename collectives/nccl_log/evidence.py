@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, LOGGING, PATHS, codes_with, problem_of
+from collectives.nccl_log.codes import CODES, LOGGING, PATHS, list_codes, make_problem
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
@@ -29,7 +29,7 @@ from contracts.redaction import without_secrets
 MAX_PROOF = 64
 
 
-def version_of(ledger: Ledger) -> str | None:
+def find_version(ledger: Ledger) -> str | None:
     """Return the version in the log; the more detailed one if several lines differ in detail."""
     facts = ledger.facts
     if facts.rccl_versions:
@@ -37,7 +37,7 @@ def version_of(ledger: Ledger) -> str | None:
     return max(facts.versions, key=lambda text: ("+" in text, facts.versions[text]), default=None)
 
 
-def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
+def describe_gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
     """Return the "distance" lines in words. They say what NCCL thought possible, not what it did."""
     digits = re.match(r"(?:RCCL )?\d+\.(\d+)(?:\.(\d+))?", version or "")
     release = (int(digits[1]), int(digits[2] or 0)) if digits else (-1, 0)
@@ -49,7 +49,7 @@ def gdr_paths(ledger: Ledger, version: str | None) -> tuple[str, ...]:
     )
 
 
-def inter_name(network: str, provider: str | None = None) -> str:
+def name_network(network: str, provider: str | None = None) -> str:
     """Return the common name of the network between nodes."""
     if network.startswith("IBext"):
         return f"IB (plugin {network})"
@@ -60,24 +60,24 @@ def inter_name(network: str, provider: str | None = None) -> str:
     return network
 
 
-def selected_network(ledger: Ledger) -> str | None:
+def find_selected_network(ledger: Ledger) -> str | None:
     """Return the network that NCCL reports as selected; the RDMA network if ranks differ."""
     facts = ledger.facts
     names = facts.networks or facts.assigned
     if names:
         return max(names, key=lambda name: (name != "Socket", names[name]))
     # Before 2.5 no line names the network. Sockets are set up and listed only if no RDMA device was found.
-    if facts.counts["RDMA devices"] or any(ledger.codes[code] for code in codes_with("verbs")):
+    if facts.counts["RDMA devices"] or any(ledger.codes[code] for code in list_codes("verbs")):
         return "IB"
     return "Socket" if facts.sockets or facts.counts["socket interfaces"] else None
 
 
-def _inter(ledger: Ledger) -> str | None:
-    provider, single = ledger.facts.provider, evidence_problems.single_node(ledger)
-    names = _network_names(ledger)
+def _find_inter(ledger: Ledger) -> str | None:
+    provider, single = ledger.facts.provider, evidence_problems.is_single_node(ledger)
+    names = _list_networks(ledger)
     torn = [key.partition("/")[2] for key in ledger.count_transports(cut=True) if key.startswith("NET/")]
     carrying = {channel.transport for _, channel in ledger.channels}
-    alone = [inter_name(name, provider) for name in names or torn if f"NET/{name}" in carrying]
+    alone = [name_network(name, provider) for name in names or torn if f"NET/{name}" in carrying]
     joined = [] if single is True else alone or [f"COLLNET ({name})" for name in names]
     if _nvlink_joins_nodes(ledger):
         joined.append("NVLink (MNNVL)")
@@ -85,10 +85,10 @@ def _inter(ledger: Ledger) -> str | None:
         return mixed(joined)
     if single is True or ledger.codes["duplicate_gpu"]:
         return None
-    if single is None and _intra_keys(ledger) and not evidence_problems.missing_ranks(ledger):
+    if single is None and _list_intra(ledger) and not evidence_problems.missing_ranks(ledger):
         return None
-    network = selected_network(ledger)
-    return inter_name(network, provider) if network else "unknown"
+    network = find_selected_network(ledger)
+    return name_network(network, provider) if network else "unknown"
 
 
 def mixed(names: list[str]) -> str:
@@ -108,7 +108,7 @@ def _cliques_end_at_hosts(ledger: Ledger) -> bool:
     return small and 1 < facts.nodes == ledger.host_count()
 
 
-def _network_names(ledger: Ledger) -> list[str]:
+def _list_networks(ledger: Ledger) -> list[str]:
     """Return the networks with channels, without names that are fragments in torn lines ("NET/IB" of "NET/IBext")."""
     counts = {name: count.total for name, count in ledger.networks().items()}
     real = {name for name in counts if name in ledger.facts.networks}
@@ -118,17 +118,17 @@ def _network_names(ledger: Ledger) -> list[str]:
     return sorted(names, key=lambda name: -counts[name])
 
 
-def _intra_keys(ledger: Ledger) -> list[str]:
+def _list_intra(ledger: Ledger) -> list[str]:
     table = {key: n for key, n in ledger.count_transports().items() if key.startswith(("P2P/", "SHM"))}
     table = table or {key: n for key, n in ledger.count_transports(cut=True).items() if key.startswith("P2P/")}
     # "P2P/IPC" can be a fragment of "P2P/IPC/read" in a torn line: below 1 % it is not a second transport.
-    cut = {key for key in table for whole in table if whole.startswith(f"{key}/") and table[key] * 100 < table[whole]}
+    cut = {key for key in table for full in table if full.startswith(f"{key}/") and table[key] * 100 < table[full]}
     return sorted(table.keys() - cut, key=lambda key: (key == "SHM", -table[key], key))
 
 
-def _intra(ledger: Ledger) -> str | None:
-    keys, facts = _intra_keys(ledger), ledger.facts
-    if evidence_problems.single_node(ledger) is True:
+def _find_intra(ledger: Ledger) -> str | None:
+    keys, facts = _list_intra(ledger), ledger.facts
+    if evidence_problems.is_single_node(ledger) is True:
         keys += [key for key in ledger.count_transports() if key.startswith("NET/")]
     if keys:
         return mixed(keys)
@@ -141,7 +141,7 @@ def _intra(ledger: Ledger) -> str | None:
     return None if is_alone or (facts.local_ranks == 0 and carried) else "unknown"
 
 
-def _gdrdma(ledger: Ledger, inter: str | None) -> str:
+def _judge_gdrdma(ledger: Ledger, inter: str | None) -> str:
     count = ledger.count_wires().get((), ChannelCount())
     total, on = count.total, count.gdrdma
     # Tags that were found at the start of lines belong to as many channels that seem to have none.
@@ -150,12 +150,12 @@ def _gdrdma(ledger: Ledger, inter: str | None) -> str:
     if ledger.cut_wires():
         return "off" if inter == "Socket" else "none"
     if inter == "Socket":  # only selected: it carries nothing in a single-node job
-        return "off" if evidence_problems.single_node(ledger) is False else "none"
+        return "off" if evidence_problems.is_single_node(ledger) is False else "none"
     refused = {enabled for (name, enabled) in ledger.facts.gdr_hca if name in ("IB", "IBext")}
     return "off" if refused == {False} and inter is not None and inter.startswith("IB") else "none"
 
 
-def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
+def _count_devices(ledger: Ledger) -> dict[str, ChannelCount]:
     """Return channels by network device; devices of different hosts are separate, because each host numbers its own."""
     several = len([host for (host,) in ledger.count_wires("host") if host]) > 1
     members = ("host", "network", "device") if several else ("network", "device")
@@ -163,7 +163,7 @@ def _devices(ledger: Ledger) -> dict[str, ChannelCount]:
     return {" ".join([*host, f"{network}/{device}"]).strip(): count for (*host, network, device), count in counts}
 
 
-def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
+def _count_by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
     """Return the network channels per host, if several hosts have some."""
     rows: dict[str, dict[str, ChannelCount]] = {}
     for (host, network), count in sorted(ledger.count_wires("host", "network").items(), key=itemgetter(0)):
@@ -171,7 +171,7 @@ def _by_host(ledger: Ledger) -> dict[str, dict[str, ChannelCount]]:
     return {name: row for name, row in rows.items() if name} if len(rows) > 1 else {}
 
 
-def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
+def _list_proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     """Return channels between nodes first, then within a node, then announcements."""
     kinds = ("NET/", "COLLNET/"), ("transport ",), ("",)
     lines = [
@@ -181,7 +181,7 @@ def _proof(ledger: Ledger) -> tuple[ProofLine, ...]:
     return tuple(row for *_, row in sorted(lines, key=itemgetter(0, 1))[:MAX_PROOF])
 
 
-def _mnnvl_use(ledger: Ledger) -> str:
+def _judge_mnnvl(ledger: Ledger) -> str:
     if _nvlink_joins_nodes(ledger):
         return "used"
     if _cliques_end_at_hosts(ledger):
@@ -196,28 +196,28 @@ def _mnnvl_use(ledger: Ledger) -> str:
 def judge(ledger: Ledger) -> Evidence:
     """Return the verdict on everything that was counted."""
     facts = ledger.facts
-    version = version_of(ledger)
-    inter = _inter(ledger)
+    version = find_version(ledger)
+    inter = _find_inter(ledger)
     directions = ledger.count_wires("direction")
     send, receive, other = (directions.get((name,), ChannelCount()) for name in ("send", "receive", None))
     total = send.total + receive.total + other.total
     proxied = {channel.proxied for _, channel in ledger.channels if channel.direction == "send" and not channel.is_cut}
-    layers = evidence_problems.layers_in_use(ledger)
+    layers = evidence_problems.list_layers(ledger)
     # "Multicast available" means hardware support; NVLS is used only if a communicator set it up.
     nvls = "available" if "available" in facts.nvls_support else "not available" if facts.nvls_support else "unknown"
     evidence = Evidence(
         library="rccl" if facts.rccl or facts.rccl_versions or (version and "+hip" in version) else "nccl",
         nccl_version=version,
         inter_node_transport=inter,
-        intra_node_transport=_intra(ledger),
-        gdrdma=_gdrdma(ledger, inter),
+        intra_node_transport=_find_intra(ledger),
+        gdrdma=_judge_gdrdma(ledger, inter),
         send=send,
         receive=receive,
         undirected=other,
         transports=dict(ledger.count_transports().most_common()),
-        proof=_proof(ledger),
+        proof=_list_proof(ledger),
         environment=dict(facts.environment),
-        network=selected_network(ledger) if facts.networks or facts.assigned else None,
+        network=find_selected_network(ledger) if facts.networks or facts.assigned else None,
         hcas=tuple(sorted({f"{port}/{layer}" for (_, port), layer in facts.ports.items()})),
         link_layer="mixed" if len(layers) > 1 else next(iter(layers), None),
         socket_interface=next(iter(facts.sockets or facts.bootstrap), None),
@@ -227,12 +227,12 @@ def judge(ledger: Ledger) -> Evidence:
         lines_read=ledger.lines,
         torn_lines=ledger.cut_wires(),
         gdrdma_fraction=(send.gdrdma + receive.gdrdma + other.gdrdma) / total if total else None,
-        devices=_devices(ledger),
-        by_host=_by_host(ledger),
-        gdr_paths=gdr_paths(ledger, version),
+        devices=_count_devices(ledger),
+        by_host=_count_by_host(ledger),
+        gdr_paths=describe_gdr_paths(ledger, version),
         fabric=tuple(rows[0] for fact, rows in ledger.proof.items() if fact.startswith(FABRIC)),
         nvls_use="used" if facts.nvls_made else nvls,
-        mnnvl_use=_mnnvl_use(ledger),
+        mnnvl_use=_judge_mnnvl(ledger),
         mnnvl_clique=facts.mnnvl_clique or None,
         gpus=facts.gpu_names(),
         hosts=ledger.host_count() or None,
@@ -254,37 +254,37 @@ def judge_runs(runs: Runs) -> Evidence:
         )
         for ledger, one in zip(runs.ledgers, each, strict=True)
     )  # fmt: skip
-    whole = Ledger()
+    combined = Ledger()
     for ledger in runs.ledgers:
-        whole.merge(ledger)
+        combined.merge(ledger)
     begins = tuple(row.first for row in rows)
-    note = problem_of("several_runs", str(len(rows)), lines=begins[:3], count=len(rows))
-    apart = any(one.is_of_another_job(other) for one, other in combinations(runs.ledgers, 2))
-    jobs = (problem_of("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
-    joining = [*dict.fromkeys(one.inter_node_transport for one in each if one.inter_node_transport)]
+    note = make_problem("several_runs", str(len(rows)), lines=begins[:3], count=len(rows))
+    apart = any(judged.is_of_another_job(other) for judged, other in combinations(runs.ledgers, 2))
+    jobs = (make_problem("several_jobs", " and ".join(dict.fromkeys(row.file for row in begins))),) if apart else ()
+    joining = [*dict.fromkeys(run.inter_node_transport for run in each if run.inter_node_transport)]
     return replace(
-        judge(whole),
+        judge(combined),
         inter_node_transport=mixed(joining) if joining else None,
-        problems=_joined([jobs, *(one.problems for one in each)]),
-        notes=(note, *_joined([one.notes for one in each])),
-        missing_ranks=tuple(sorted({rank for one in each for rank in one.missing_ranks})),
-        outcome=min((one.outcome for one in each), key=("failed", "unknown", "finished").index),
+        problems=_join_problems([jobs, *(run.problems for run in each)]),
+        notes=(note, *_join_problems([run.notes for run in each])),
+        missing_ranks=tuple(sorted({rank for run in each for rank in run.missing_ranks})),
+        outcome=min((run.outcome for run in each), key=("failed", "unknown", "finished").index),
         runs=rows,
         lines_read=runs.lines,
     )
 
 
-def _joined(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
+def _join_problems(each: list[tuple[LogProblem, ...]]) -> tuple[LogProblem, ...]:
     """Merge problems of several runs: each code once, with the lines of all."""
-    found: dict[str, LogProblem] = {}
+    by_code: dict[str, LogProblem] = {}
     for problem in (problem for problems in each for problem in problems):
-        first = found.get(problem.code)
-        found[problem.code] = problem if first is None else replace(
+        first = by_code.get(problem.code)
+        by_code[problem.code] = problem if first is None else replace(
             first, lines=(*first.lines, *problem.lines)[:3], count=first.count + problem.count,
             hosts=tuple(sorted({*first.hosts, *problem.hosts})),
             ranks=tuple(sorted({*first.ranks, *problem.ranks})),
         )  # fmt: skip
-    return by_severity(found.values())
+    return by_severity(by_code.values())
 
 
 def proven(evidence: Evidence) -> bool:
@@ -292,7 +292,7 @@ def proven(evidence: Evidence) -> bool:
     if evidence.runs:
         return all(run.proven for run in evidence.runs)
     if evidence.gdrdma != "none":
-        return not evidence_problems.one_direction(evidence)
+        return not evidence_problems.is_one_direction(evidence)
     return bool(evidence.transports) and evidence.inter_node_transport in (None, "NVLink (MNNVL)")
 
 
@@ -305,26 +305,26 @@ def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
     Files compressed with gzip, bzip2 or xz are supported. Raises ``LogFileError`` if decompression fails.
     """
     runs = Runs()
-    found = list(files_of(paths))
-    for file in found:
-        own = Runs()
-        name = str(file) if len(found) > 1 and isinstance(file, str | Path) else ""
+    files = list(list_files(paths))
+    for file in files:
+        runs_of_file = Runs()
+        name = str(file) if len(files) > 1 and isinstance(file, str | Path) else ""
         try:
             if not isinstance(file, str | Path):
-                _take(own, file, name)
+                _take(runs_of_file, file, name)
             elif str(file) == "-":
-                _take(own, sys.stdin.buffer, "standard input" if name else "")
+                _take(runs_of_file, sys.stdin.buffer, "standard input" if name else "")
             else:
                 with open_regular(file) as opened:
-                    _take(own, opened, name)
+                    _take(runs_of_file, opened, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
-        runs.join(own)
+        runs.join(runs_of_file)
     evidence: Evidence = without_secrets(judge_runs(runs))
     return evidence
 
 
-def files_of(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
+def list_files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
     """Return the files; a folder is replaced by all text files in it and its subfolders, sorted by name."""
     for path in paths:
         if isinstance(path, str | Path) and str(path) != "-" and Path(path).is_dir():
@@ -343,21 +343,21 @@ def _holds_text(file: Path) -> bool:
 
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
     reader = Reader(runs, file=name)
-    rest = b""
+    buffer = b""
     for chunk in utf8_chunks(Unpacked(file)):
-        block, newline, rest = (rest + chunk).rpartition(b"\n")
+        block, newline, buffer = (buffer + chunk).rpartition(b"\n")
         if newline:
             reader.feed(block + newline)
-        elif len(rest) >= BLOCK_BYTES:
+        elif len(buffer) >= BLOCK_BYTES:
             # A progress bar, or a whole log in one JSON string: process the complete parts as part of the same line.
-            whole, end, tail = rest.rpartition(b"\r" if b"\r" in rest else b"\\n")
+            lines, end, tail = buffer.rpartition(b"\r" if b"\r" in buffer else b"\\n")
             if end:
-                reader.feed(whole)
+                reader.feed(lines)
                 reader.ledger.lines -= 1
             # Without a line end for this long it is not a log; limit the memory used for it.
-            rest = tail[:BLOCK_BYTES]
-    if rest:
-        reader.feed(rest, cut=not rest.endswith(b"\r"))
+            buffer = tail[:BLOCK_BYTES]
+    if buffer:
+        reader.feed(buffer, cut=not buffer.endswith(b"\r"))
     reader.finish()
 
 

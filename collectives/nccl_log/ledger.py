@@ -88,8 +88,8 @@ class Ledger:
 
     def merge(self, other: Ledger) -> None:
         """Add another part of the same run: the file of another rank, or a later part of the log."""
-        own = ("file", "writer", "lines", "first")
-        merge_attributes(self, other, (name for name in vars(self) if name not in own))
+        not_merged = ("file", "writer", "lines", "first")
+        merge_attributes(self, other, (name for name in vars(self) if name not in not_merged))
 
     def outlived(self, code: str, *, before_nccl: bool = False) -> bool:
         """Return whether the job finished, or trained for three more steps, after every line with this code.
@@ -108,20 +108,20 @@ class Ledger:
 
     # --- hosts and ranks
 
-    def whole_names(self) -> dict[str, str]:
+    def map_names(self) -> dict[str, str]:
         """Return the host of each name in the log. A torn line may have only a part of the name."""
         names = self.hosts
         parts = {
             name: other
             for name, times in names.items()
-            for other, more in names.items()
-            if more > times and name != other and (other.endswith(name) or name.endswith(other))
+            for other, count in names.items()
+            if count > times and name != other and (other.endswith(name) or name.endswith(other))
         } if len(names) <= 256 else {}  # fmt: skip
         return {name: parts.get(name, name) for name in names}
 
     def host_count(self) -> int:
         """Return the number of hosts that wrote."""
-        return len(set(self.whole_names().values()))
+        return len(set(self.map_names().values()))
 
     def writers_of(self, code: str) -> tuple[Writer, ...]:
         """Return the processes that printed a code."""
@@ -132,21 +132,21 @@ class Ledger:
         by_process: dict[str, dict[str, int]] = {}
         for place in sorted(self.facts.places):  # the rank in the largest communicator is last
             by_process.setdefault(place.process, {})[place.device] = place.rank
-        found: set[int] = set()
+        result: set[int] = set()
         for writer in writers:
             if writer.rank is not None:
-                found.add(writer.rank)
+                result.add(writer.rank)
             ranks = by_process.get(writer.process, {})
             if len(ranks) == 1:
-                found.update(ranks.values())
+                result.update(ranks.values())
             elif writer.device in ranks:
-                found.add(ranks[writer.device])
-        return tuple(sorted(found))
+                result.add(ranks[writer.device])
+        return tuple(sorted(result))
 
     def hosts_of(self, writers: Iterable[Writer]) -> list[str]:
         """Return the hosts of the processes. Where their lines name only a rank, others may name its host."""
-        known = self.rank_hosts | {rank: host for rank, (host, _) in self.facts.rank_places.items()}
-        return [writer.host or known.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
+        hosts = self.rank_hosts | {rank: host for rank, (host, _) in self.facts.rank_places.items()}
+        return [writer.host or hosts.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
 
     def ranks_on(self, hosts: Collection[str]) -> tuple[int, ...]:
         """Return the ranks of the processes of these hosts."""
@@ -162,8 +162,8 @@ class Ledger:
             differ = any(rank >= max(sizes) for rank, _ in silent.facts.rank_devices())
         if self.file == other.file or not differ:
             return False
-        mine, theirs = (set(each.whole_names().values()) for each in (self, other))
-        return bool(mine and theirs) and mine.isdisjoint(theirs)
+        own_hosts, theirs = (set(each.map_names().values()) for each in (self, other))
+        return bool(own_hosts and theirs) and own_hosts.isdisjoint(theirs)
 
     def contradicts(self, other: Ledger) -> bool:
         """Return whether a GPU has another process here than there."""
@@ -175,20 +175,20 @@ class Ledger:
 
     def count_transports(self, *, cut: bool = False) -> Tally[str]:
         """Count the channels of each transport: those whose lines are whole, or those whose lines are cut."""
-        found: Tally[str] = Tally()
+        tally: Tally[str] = Tally()
         for (_, channel), times in self.channels.items():
             if channel.is_cut == cut:
-                found.add(channel.transport, times)
-        return found
+                tally.add(channel.transport, times)
+        return tally
 
     def count_wires(self, *members: str) -> dict[tuple[Any, ...], ChannelCount]:
         """Count the whole network channels by "host" and members of `Channel`. Hosts have their whole names."""
-        names = self.whole_names()
+        names = self.map_names()
         counts: dict[tuple[Any, ...], ChannelCount] = {}
         for (host, channel), times in self.channels.items():
             if channel.gdrdma is not None:
-                whole = names.get(host, host)
-                key = tuple(whole if member == "host" else getattr(channel, member) for member in members)
+                full_name = names.get(host, host)
+                key = tuple(full_name if member == "host" else getattr(channel, member) for member in members)
                 counts[key] = counts.get(key, ChannelCount()) + ChannelCount(total=times, gdrdma=times * channel.gdrdma)
         return counts
 
@@ -200,42 +200,42 @@ class Ledger:
         """Return the channels of each network."""
         return {network: count for (network,), count in self.count_wires("network").items()}
 
-    def prove_channel(self, channel: Channel, shown: bytes) -> None:
+    def prove_channel(self, channel: Channel, line: bytes) -> None:
         """Store the line as proof of the channel's kind."""
         if channel.network is None and not channel.is_cut:
-            self.prove(f"transport {channel.transport}", shown, channel.transport)
+            self.prove(f"transport {channel.transport}", line, channel.transport)
         elif channel.gdrdma is not None:
             key = f"{channel.direction or 'a channel'} {'with' if channel.gdrdma else 'without'} GDRDMA"
-            self.prove(f"{channel.transport} {key}", shown, f"{channel.transport}: {key}")
+            self.prove(f"{channel.transport} {key}", line, f"{channel.transport}: {key}")
         else:
-            self.prove(f"cut {channel.transport}", shown, f"{channel.transport}, cut before its tag")
+            self.prove(f"cut {channel.transport}", line, f"{channel.transport}, cut before its tag")
 
     # --- lines
 
-    def prove(self, fact: str, shown: bytes, proves: str = "") -> None:
+    def prove(self, fact: str, line: bytes, proves: str = "") -> None:
         """Store the line as proof of the fact if it has few."""
         if len(self.proof.get(fact, ())) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
-            self.proof.add(fact, [self._proof_line(shown, proves or fact)])
+            self.proof.add(fact, [self._proof_line(line, proves or fact)])
 
-    def record_variable(self, setting: str, shown: bytes) -> None:
+    def record_variable(self, setting: str, line: bytes) -> None:
         """Store the first line of this host that shows this setting of an environment variable."""
-        self.variable_lines.add((setting, self.writer.host), self._proof_line(shown, setting.partition("=")[0]))
+        self.variable_lines.add((setting, self.writer.host), self._proof_line(line, setting.partition("=")[0]))
 
-    def blame(self, code: str, shown: bytes) -> None:
+    def count_code(self, code: str, line: bytes) -> None:
         """Count a code, and store its first lines."""
         self.codes.add(code)
         self.last_lines.add((code, self.file), self.lines)
         if self.writer.host or self.writer.rank is not None:
             self.code_writers.add((code, self.writer), None)
-        if match := _PEER.search(shown):
+        if match := _PEER.search(line):
             self.code_peers.add((code, self.writer.host, match[1].decode("utf-8", "replace")), None)
         if len(self.code_lines.get(code, ())) < MAX_PROOF_PER_FACT + MAX_PROOF_HOSTS:
-            self.code_lines.add(code, [self._proof_line(shown, code)])
+            self.code_lines.add(code, [self._proof_line(line, code)])
 
-    def _proof_line(self, shown: bytes, proves: str) -> ProofLine:
+    def _proof_line(self, line: bytes, proves: str) -> ProofLine:
         return ProofLine(
             line=self.lines, file=self.file, proves=proves, host=self.writer.host,
-            text=cut_to_sign(shown.strip(), proves).decode("utf-8", "replace"),
+            text=cut_to_sign(line.strip(), proves).decode("utf-8", "replace"),
         )  # fmt: skip
 
 

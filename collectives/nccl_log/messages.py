@@ -34,9 +34,9 @@ Value = TypeVar("Value")
 class Firsts(dict[Key, Value]):
     """The first value of each key, for at most `most` keys."""
 
-    def __init__(self, most: int = 512) -> None:
+    def __init__(self, limit: int = 512) -> None:
         super().__init__()
-        self.most = most
+        self.most = limit
 
     def add(self, key: Key, value: Value) -> None:
         """Store the value, unless the key already has one."""
@@ -67,17 +67,17 @@ class Tally(Firsts[Key, int], Counter[Key]):
             self[key] += value
 
 
-def merge_attributes(mine: object, theirs: object, names: Iterable[str]) -> None:
+def merge_attributes(target: object, theirs: object, names: Iterable[str]) -> None:
     """Merge these attributes of `theirs` into `mine`: add tables, and take the larger of two plain values.
 
     None is the smallest value, and True is larger than False.
     """
     for name in names:
-        own, other = getattr(mine, name), getattr(theirs, name)
-        if hasattr(own, "merge"):
-            own.merge(other)
+        value, other = getattr(target, name), getattr(theirs, name)
+        if hasattr(value, "merge"):
+            value.merge(other)
         else:
-            setattr(mine, name, max((each for each in (own, other) if each is not None), default=None))
+            setattr(target, name, max((each for each in (value, other) if each is not None), default=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ def _rows() -> tuple[_Row, ...]:
     for row in table["rows"]:
         texts = [row["text"]] if isinstance(row["text"], str) else row["text"]
         source = insert_pieces(row["pattern"], table["pieces"]) if "pattern" in row else "|".join(map(re.escape, texts))
-        more = {name: row[name] for name in ("flag", "count", "proves") if name in row}
-        rows.append(_Row(tuple(text.encode() for text in texts), re.compile(source.encode()), **more))
+        members = {name: row[name] for name in ("flag", "count", "proves") if name in row}
+        rows.append(_Row(tuple(text.encode() for text in texts), re.compile(source.encode()), **members))
     return tuple(rows)
 
 
@@ -206,20 +206,20 @@ class Facts:
     @property
     def rank_places(self) -> dict[int, tuple[str, str]]:
         """Return the host and the GPU of each rank of the largest communicator."""
-        found: dict[int, tuple[str, str]] = {}
+        places: dict[int, tuple[str, str]] = {}
         largest = self.places_of
         for place in self.places:
             if place.ranks == largest:
-                found.setdefault(place.rank, (place.host, place.gpu))
-        return found
+                places.setdefault(place.rank, (place.host, place.gpu))
+        return places
 
     def rank_devices(self) -> set[tuple[int, bytes]]:
         """Return ranks and devices of channel lines: "8[0]" (device of NVML, 2.18 on) or "8[1b000]" (bus)."""
-        found: set[tuple[int, bytes]] = set()
+        devices: set[tuple[int, bytes]] = set()
         for place in self.channel_places:
             if match := _TEXTS["place"].search(place):
-                found.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
-        return found
+                devices.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
+        return devices
 
     def channel_hosts(self) -> dict[int, str]:
         """Return the ranks that wrote a channel line, and their hosts; one end of a channel wrote its line."""
@@ -231,10 +231,10 @@ class Facts:
 
     def unread_ranks(self) -> tuple[int, ...]:
         """Return the ranks of the largest communicator that wrote no line."""
-        read = {*self.rank_places, *self.channel_hosts()}
+        present = {*self.rank_places, *self.channel_hosts()}
         # Without a limit that was reached: else some ranks were left out.
-        known = 0 < len(self.places) < MAX_PLACES and 2 * len(self.channel_places) < self.channel_places.most
-        return tuple(rank for rank in range(min(self.ranks, MAX_PLACES)) if rank not in read) if known else ()
+        is_complete = 0 < len(self.places) < MAX_PLACES and 2 * len(self.channel_places) < self.channel_places.most
+        return tuple(rank for rank in range(min(self.ranks, MAX_PLACES)) if rank not in present) if is_complete else ()
 
     def gpu_names(self) -> tuple[str, ...]:
         """Return the names of GPUs. Without one, DGX Spark is recognised by the places of its devices."""
@@ -248,17 +248,17 @@ class Facts:
     def all_on_one_host(self) -> bool:
         """Return whether each rank (of nccl-tests, or with a GPU of its own) is known, and all are on one host."""
         places, tests, writers, devices = self.rank_places, self.test_ranks, self.channel_hosts(), self.rank_devices()
-        known = []  # hosts and number of the ranks, from each kind of line that names all ranks
+        listings = []  # hosts and number of the ranks, from each kind of line that names all ranks
         if 0 < self.places_of == len(places) == len(set(places.values())) and self.places_of >= self.ranks:
-            known.append(({host for host, _ in places.values()}, len(places)))
+            listings.append(({host for host, _ in places.values()}, len(places)))
         if 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests)):
-            known.append((set(tests.values()), len(tests)))
+            listings.append((set(tests.values()), len(tests)))
         # A channel line without a direction does not show which of its two ranks wrote it.
         has_ends = any(b"[receive]" in place or b"[send]" in place for place in self.channel_places)
         has_own_gpus = len({device for _, device in devices}) == len(devices) == len(writers)
         if has_ends and has_own_gpus and self.ranks in (0, len(writers)) and all(writers.values()):
-            known.append((set(writers.values()), len(writers)))
-        return any(len(hosts) == 1 and all(rank < size for rank, _ in devices) for hosts, size in known)
+            listings.append((set(writers.values()), len(writers)))
+        return any(len(hosts) == 1 and all(rank < size for rank, _ in devices) for hosts, size in listings)
 
     # --- reading a message
 
@@ -296,11 +296,11 @@ class Facts:
         for match in row.pattern.finditer(message):
             groups = {name: value.decode("utf-8", "replace") for name, value in match.groupdict().items()}
             for name, value in groups.items():
-                own = getattr(self, name)
-                if isinstance(own, Tally):
-                    own.add(value)
+                current = getattr(self, name)
+                if isinstance(current, Tally):
+                    current.add(value)
                 else:
-                    setattr(self, name, max(own, int(value)))
+                    setattr(self, name, max(current, int(value)))
         if groups is None:
             return
         if row.flag:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, codes_with, problem_of
+from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, list_codes, make_problem
 from collectives.nccl_log.ledger import Ledger
 from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
@@ -26,7 +26,7 @@ _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction
 MOST_GPUS_OF_A_NODE = 16
 
 
-def single_node(ledger: Ledger) -> bool | None:
+def is_single_node(ledger: Ledger) -> bool | None:
     """Return whether all ranks are in one node; None if the log does not say."""
     facts = ledger.facts
     if facts.nodes:
@@ -37,19 +37,19 @@ def single_node(ledger: Ledger) -> bool | None:
         return False
     if facts.all_on_one_host():
         return True
-    return False if _more_ranks_than_a_node(ledger) else None
+    return False if _has_unseen_ranks(ledger) else None
 
 
-def _more_ranks_than_a_node(ledger: Ledger) -> bool:
+def _has_unseen_ranks(ledger: Ledger) -> bool:
     """Return whether there are ranks without a device among those seen: a GPU has one rank of a communicator."""
     facts = ledger.facts
-    seen = facts.rank_devices()
-    highest = max((rank for rank, _ in seen), default=-1)
+    pairs = facts.rank_devices()
+    highest = max((rank for rank, _ in pairs), default=-1)
     if max(facts.ranks, highest + 1) > MOST_GPUS_OF_A_NODE:
         return True
     # Bus numbers have at least four digits; device numbers of NVML have one or two.
-    devices = [int(device) for _, device in seen if len(device) < 3 and device.isdigit()]
-    return bool(devices) and len(devices) == len(seen) and max(devices) < 8 <= max(highest, facts.ranks - 1)
+    devices = [int(device) for _, device in pairs if len(device) < 3 and device.isdigit()]
+    return bool(devices) and len(devices) == len(pairs) and max(devices) < 8 <= max(highest, facts.ranks - 1)
 
 
 def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
@@ -59,14 +59,14 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     are missing only if a line states the number of ranks.
     """
     facts = ledger.facts
-    seen = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
-    if not seen or single_node(ledger) is not None:
+    present = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
+    if not present or is_single_node(ledger) is not None:
         return ()
-    end = min(facts.ranks, max(seen) + 1 + MOST_GPUS_OF_A_NODE)
-    return (*range(min(seen)), *range(max(seen) + 1, end))
+    end = min(facts.ranks, max(present) + 1 + MOST_GPUS_OF_A_NODE)
+    return (*range(min(present)), *range(max(present) + 1, end))
 
 
-def _silent_nodes(facts: Facts) -> tuple[int, ...]:
+def _list_silent_ranks(facts: Facts) -> tuple[int, ...]:
     """Return the ranks of nodes without a log. Most frameworks write the log of rank 0 only.
 
     A rank between the lowest and the highest one that was seen may be missing because its line was torn, so only nodes
@@ -76,11 +76,11 @@ def _silent_nodes(facts: Facts) -> tuple[int, ...]:
     if places.keys() <= {0} or len(places) >= MAX_PLACES:
         return ()
     of_a_node = max(Counter(host for host, _ in places.values()).values())
-    nodes, least, most = {rank // of_a_node for rank in places}, min(places), max(places)
-    return tuple(rank for rank in range(facts.places_of) if not least <= rank <= most or rank // of_a_node not in nodes)
+    nodes, first, last = {rank // of_a_node for rank in places}, min(places), max(places)
+    return tuple(rank for rank in range(facts.places_of) if not first <= rank <= last or rank // of_a_node not in nodes)
 
 
-def layers_in_use(ledger: Ledger) -> set[str]:
+def list_layers(ledger: Ledger) -> set[str]:
     """Return the link layers of the devices that carry channels; of all that NCCL lists if those are unknown."""
     layers = ledger.facts.layers
     used = {device for name, device in ledger.count_wires("network", "device") if name.startswith(("IB", "gIB"))}
@@ -89,7 +89,7 @@ def layers_in_use(ledger: Ledger) -> set[str]:
     return {layer for _, layer in (carrying if used and every_one_is_known else layers)}
 
 
-def one_direction(evidence: Evidence) -> bool:
+def is_one_direction(evidence: Evidence) -> bool:
     """Return whether GPUDirect RDMA was seen only on sends, or only on receives.
 
     The sender and the receiver each print a channel, so logs are missing if one half is missing. NCCL decides on
@@ -101,29 +101,29 @@ def one_direction(evidence: Evidence) -> bool:
 
 def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     """Add the problems, the notes (what was seen and is no problem here), and how the job ended."""
-    found = _Findings(ledger, evidence)
+    findings = _Findings(ledger, evidence)
     for code in ledger.codes:
-        found.add_code(code)
-    found.explain_messages()
-    found.find_network()
-    found.find_gdrdma()
-    found.find_within_node()
-    found.find_ports()
-    found.find_environment()
-    found.find_missing_evidence()
-    problems = found.problems
-    reasons = by_severity(problems[code] for code in codes_with("no_rdma") if code in problems)
+        findings.add_code(code)
+    findings.explain_messages()
+    findings.find_network()
+    findings.find_gdrdma()
+    findings.find_within_node()
+    findings.find_ports()
+    findings.find_environment()
+    findings.find_missing_evidence()
+    problems = findings.problems
+    reasons = by_severity(problems[code] for code in list_codes("no_rdma") if code in problems)
     if reasons and "socket_fallback" in problems:
         action = f"The log names the reason ({reasons[0].code}). {reasons[0].action}"
         problems["socket_fallback"] = replace(problems["socket_fallback"], action=action)
     # The problem that names the reason comes before a CUDA error or a missing tag, then the watchdog that they set off,
     # and a slow path after any failure.
-    slow = {code for code in codes_with("gdr") if code in problems and problems[code].severity == "fail"}
+    slow = {code for code in list_codes("gdr") if code in problems and problems[code].severity == "fail"}
     ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + 3 * (each.code in slow)))
-    marks = [CODES[problem.code] for problem in (*ranked, *found.consequences) if problem.severity != "info"]
+    marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity != "info"]
     outcome = "finished" if ledger.facts.finished else "unknown"
-    outcome = "failed" if any(one.ends or one.breaks for one in marks) else outcome
-    return replace(evidence, problems=ranked, notes=tuple(found.notes), outcome=outcome)
+    outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
+    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome)
 
 
 class _Findings:
@@ -134,7 +134,7 @@ class _Findings:
         self.problems: dict[str, LogProblem] = {}
         self.notes: list[LogProblem] = []
         self.consequences: list[LogProblem] = []  # notes that say how the job ended, but less of why than a problem
-        self.names = ledger.whole_names()
+        self.names = ledger.map_names()
         self.owners: dict[str, set[str]] = {}  # hosts of each address
         for address, host in self.facts.addresses:
             self.owners.setdefault(address, set()).add(self.names.get(host, host))
@@ -150,12 +150,12 @@ class _Findings:
             return
         meaning = CODES[code]
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
-        proof = proof or (*self.variable_proof(*meaning.variables), *self.proof(*meaning.proof))
+        proof = proof or (*self.prove_variables(*meaning.variables), *self.proof(*meaning.proof))
         writers = self.ledger.writers_of(code) if not hosts else ()
         hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
         ranks = self.ledger.ranks_of(writers) if writers else self.ledger.ranks_on(hosts)
-        self.problems[code] = problem_of(
-            code, detail, lines=self._of_hosts(proof, hosts), count=count or self.ledger.codes[code] or 1,
+        self.problems[code] = make_problem(
+            code, detail, lines=self._select_lines(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, severity=severity or meaning.severity,
             **self._words(meaning, proof),
         )  # fmt: skip
@@ -174,7 +174,7 @@ class _Findings:
         provider = self.facts.provider or "efa"
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
-            hosts = self._common_end(code) if CODES[code].either_end else ()
+            hosts = self._find_common_end(code) if CODES[code].either_end else ()
             self.add(code, "this host is one end of each failed connection" * bool(hosts), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
@@ -192,43 +192,43 @@ class _Findings:
 
     def has_reason(self, code: str) -> bool:
         """Return whether another problem can be the reason of this one. No call fails for lack of GPUDirect RDMA."""
-        return self.has_failure(code, *codes_with("gdr"))
+        return self.has_failure(code, *list_codes("gdr"))
 
     # --- lines and hosts
 
     def _named(self, hosts: Iterable[str]) -> tuple[str, ...]:
         """Return the hosts by their whole names, each once; the name with its domain where both are in the log."""
         names = dict.fromkeys(self.names.get(host, host) for host in hosts if host)
-        short = {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+        short = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
-    def _common_end(self, code: str) -> Collection[str]:
+    def _find_common_end(self, code: str) -> Collection[str]:
         """Return the host, or the address, that is an end of all connections that failed, if no other can be at fault.
 
         Two other hosts have such a connection by its own lines, or by theirs. In a chain of three the first may have
         ended, and the second because of it. A host that closed connections is the peer of all.
         """
         ends: list[tuple[str, str]] = []
-        for _, host, address in (one for one in self.ledger.code_peers if one[0] == code):
-            at = self._named(self.owners.get(address, ()))
-            if len(at) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
+        for _, host, address in (row for row in self.ledger.code_peers if row[0] == code):
+            owners = self._named(self.owners.get(address, ()))
+            if len(owners) > 1 or address.startswith("127."):  # of a bridge or a loopback: each host has its own
                 return ()
-            ends.append((self.names.get(host, host), at[0] if at else address))
-        known = set(self._named(host for _, host in self.facts.addresses))
+            ends.append((self.names.get(host, host), owners[0] if owners else address))
+        hosts = set(self._named(host for _, host in self.facts.addresses))
         for one in {end for pair in ends for end in pair if end}.intersection(*ends):
             writers = {host for host, peer in ends if host and peer == one} - {one}
-            peers = {peer for host, peer in ends if host == one} & known - {one}
+            peers = {peer for host, peer in ends if host == one} & hosts - {one}
             if len(writers) > 1 or (len(peers) > 1 and code != "connection_closed_by_peer"):
                 return {one}
         return ()
 
-    def _of_hosts(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
+    def _select_lines(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
-        mine = tuple(row for row in rows if hosts.intersection(self._named([row.host]))) or rows
+        selected = tuple(row for row in rows if hosts.intersection(self._named([row.host]))) or rows
         firsts: dict[tuple[str, str], ProofLine] = {}
-        for row in mine:
+        for row in selected:
             firsts.setdefault(row.origin, row)
-        return tuple(firsts.values())[:4] if len(firsts) > 1 else mine[:2]
+        return tuple(firsts.values())[:4] if len(firsts) > 1 else selected[:2]
 
     def proof(self, *starts: str) -> tuple[ProofLine, ...]:
         """Return the lines that prove facts with these beginnings."""
@@ -241,13 +241,13 @@ class _Findings:
         lines = (*(rows[0] for rows in proof), *(row for rows in proof for row in rows[1:]))
         return lines or self.proof("GPUDirect RDMA refused")
 
-    def variable_proof(self, *variables: str) -> tuple[ProofLine, ...]:
+    def prove_variables(self, *variables: str) -> tuple[ProofLine, ...]:
         """Return a line of each host with these environment variables, "NAME" or "NAME=VALUE", and no default value."""
         defaults = {f"{name}={value}" for name in _OFF_BY_DEFAULT for value in ("0", "")}
         lines = [row for row in self.ledger.variable_lines.items() if row[0][0] not in defaults]
-        return tuple(row for one in variables for (setting, _), row in lines if one in (setting, row.proves))
+        return tuple(row for name in variables for (setting, _), row in lines if name in (setting, row.proves))
 
-    def _hosts_without_gdrdma(self) -> tuple[str, ...]:
+    def _list_hosts_off(self) -> tuple[str, ...]:
         """Return the hosts with channels over RDMA of which none has GPUDirect RDMA."""
         wires = self.ledger.count_wires("host", "network")
         have = {host for (host, _), count in wires.items() if count.gdrdma}
@@ -264,27 +264,27 @@ class _Findings:
         """Make consequences and noise notes if the log has the first cause."""
         refused = {writer.host for writer in self.ledger.writers_of("ibv_open_device_failed")}
         others_work = self.inter.startswith("IB") and len(refused) >= self.ledger.host_count()
-        mild = {"libibverbs_missing": self.inter and self._if_several()[1], "ibv_open_device_failed": others_work}
+        mild = {"libibverbs_missing": self.inter and self._note_several()[1], "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
         for code in [code for kind in _NOTES for code in self.problems if CODES[code].note == kind]:
-            if self._holds(CODES[code].note, code):
+            if self._meets(CODES[code].note, code):
                 self.demote(code)
         if not self.has_reason("remote_failed") and not self.facts.finished:
-            for code in self.problems.keys() & codes_with("alone"):
-                words = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
-                self.problems[code] = replace(self.problems[code], severity="fail", action=words["action"])
+            for code in self.problems.keys() & list_codes("alone"):
+                texts = self._words(replace(CODES[code], action=CODES[code].alone), self.problems[code].lines)
+                self.problems[code] = replace(self.problems[code], severity="fail", action=texts["action"])
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
-        for code in sorted(codes_with("vague"), key=lambda code: -CODES[code].vague):
+        for code in sorted(list_codes("vague"), key=lambda code: -CODES[code].vague):
             if code in self.problems and self.has_reason(code):
                 self.consequences.append(self.problems[code])
                 self.demote(code)
         full = any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ()))
         if "shm_not_registered" in self.problems:  # one of the two explains the other
             self.problems.pop("shm_not_registered" if full else "shm_too_small", None)
-        if "gid_index_invalid" in self.problems and layers_in_use(self.ledger) == {"IB"}:
+        if "gid_index_invalid" in self.problems and list_layers(self.ledger) == {"IB"}:
             self.demote("gid_index_invalid")
 
     def _follows_a_failure(self, code: str) -> bool:
@@ -294,7 +294,7 @@ class _Findings:
                   if row.line >= steps.get(row.file, (0,))[0] and not _ANY_END.search(row.text)]  # fmt: skip
         return all(any(row.file == other.file and row.line > other.line for other in failed) for row in lines[code])
 
-    def _holds(self, condition: str, code: str) -> bool:
+    def _meets(self, condition: str, code: str) -> bool:
         """Return whether a condition of codes.toml (`note`) holds."""
         if condition in ("finished", "earlier step"):
             return self.ledger.outlived(code, before_nccl=condition == "earlier step")
@@ -315,20 +315,20 @@ class _Findings:
         """Find problems of the network that was chosen. NCCL's own transport (IB) and its plugin (IBext) do not mix."""
         facts, over_sockets = self.facts, self._hosts_over("Socket")
         if self.inter == "Socket":
-            unsure, severity = self._if_several()
+            unsure, severity = self._note_several()
             self.add("socket_fallback", unsure, severity=severity, hosts=over_sockets)
         one_node = facts.nodes == 1 or facts.all_on_one_host()
         absent = facts.counts["no RDMA device"]
         if absent and not one_node and self.inter in ("", "Socket", "unknown"):
             self.add("no_ib_device", count=absent)
-        chosen = facts.networks.keys() | self.ledger.networks().keys()
+        networks = facts.networks.keys() | self.ledger.networks().keys()
         own = {*self._hosts_over("IB")} if "IB" in facts.networks else set()
         apart = own and any(own.isdisjoint(self._hosts_over(name)) for name in facts.networks if name[:5] == "IBext")
-        if not one_node and (("Socket" in chosen and len(chosen) > 1) or apart):
-            on = {name: sorted(self._hosts_over(name)) for name in sorted(chosen)[:16]}
+        if not one_node and (("Socket" in networks and len(networks) > 1) or apart):
+            on = {name: sorted(self._hosts_over(name)) for name in sorted(networks)[:16]}
             detail = "; ".join(f"{name} on {', '.join(hosts[:4])}" if hosts else name for name, hosts in on.items())
             self.add("mixed_networks", detail, hosts=over_sockets)
-        if self.inter and len(layers_in_use(self.ledger)) > 1:
+        if self.inter and len(list_layers(self.ledger)) > 1:
             self.add("mixed_link_layers", ", ".join(self.evidence.hcas))
         self._find_interface()
 
@@ -343,32 +343,32 @@ class _Findings:
         suspects = dict.fromkeys(one for one in used if one.startswith(WORDS_OF["bridges"]) or (apart and one == "lo"))
         if self.inter and suspects:
             others = [name for name in sockets if name not in suspects]
-            more = f" (other interfaces: {', '.join(others[:4])})" if others else ""
+            suffix = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
-            carries = others and self.inter == "Socket" and not self._if_several()[1]
+            carries = others and self.inter == "Socket" and not self._note_several()[1]
             stops = local and (carries or "socket_connect_failed" in self.problems)
-            self.add("docker_interface_used", some(list(suspects), most=3) + more, severity="fail" if stops else "")
+            self.add("docker_interface_used", some(list(suspects), limit=3) + suffix, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
-    def _if_several(self) -> tuple[str, str]:
+    def _note_several(self) -> tuple[str, str]:
         """Return a reservation and a severity if no channel used the sockets, and nothing shows a second node."""
         evidence = self.evidence
         carried = evidence.torn_lines or any(name.startswith("NET/") for name in evidence.transports)
-        if single_node(self.ledger) is False or carried:
+        if is_single_node(self.ledger) is False or carried:
             return "", ""
         return "if the job has several: the log shows one host and no channel", "warn"
 
     def find_ports(self) -> None:
         """Find ports that are down on some hosts: NCCL lists only active ports, and they are compared between hosts."""
         listed = {host: {port for other, port in self.facts.ports if other == host} for host in self.facts.whole_lists}
-        whole = max(listed, key=lambda host: len(listed[host]), default="")
+        fullest = max(listed, key=lambda host: len(listed[host]), default="")
         missing = [
-            f"{host}: {port} (which {whole} lists)"
-            for host, row in listed.items() if row < listed[whole] for port in sorted(listed[whole] - row)
+            f"{host}: {port} (which {fullest} lists)"
+            for host, row in listed.items() if row < listed[fullest] for port in sorted(listed[fullest] - row)
         ]  # fmt: skip
         if missing:
             hosts = dict.fromkeys(each.partition(": ")[0] for each in missing)
-            self.add("dead_port", some(missing, most=16), count=len(missing), hosts=tuple(hosts))
+            self.add("dead_port", some(missing, limit=16), count=len(missing), hosts=tuple(hosts))
 
     # --- GPUDirect RDMA
 
@@ -383,12 +383,12 @@ class _Findings:
             lines = self.proof("GPU ") + self._channel_proof()
             self.add("gdr_not_supported_by_gpu", ", ".join(evidence.gpus), lines)
             return
-        if lacks and "Socket" not in carried and self.variable_proof(*CODES["gdr_disabled_by_env"].variables):
+        if lacks and "Socket" not in carried and self.prove_variables(*CODES["gdr_disabled_by_env"].variables):
             self.add("gdr_disabled_by_env")
         if state == "partial":
             self._find_partial()
-        if one_direction(evidence):
-            self.add("one_direction_seen", _part(evidence, []))
+        if is_one_direction(evidence):
+            self.add("one_direction_seen", _describe_part(evidence, []))
         if state == "off" and lacks and "Socket" not in carried:
             self._find_off(carried)
         refused = {enabled for name, enabled in self.facts.gdr_hca if "Libfabric" in name}
@@ -405,13 +405,13 @@ class _Findings:
         seen = evidence.send + evidence.receive + evidence.undirected
         if sockets and seen.total - seen.gdrdma <= sockets:  # sockets cannot have it: mixed_networks names their ranks
             return
-        code = "gdr_partial" if sockets else _code_of_partial(evidence, self.facts)
-        whole = code == "gdr_partial"
-        hosts = self._hosts_without_gdrdma() if whole else ()
+        code = "gdr_partial" if sockets else _choose_partial_code(evidence, self.facts)
+        partial = code == "gdr_partial"
+        hosts = self._list_hosts_off() if partial else ()
         lacking = [name for name, n in evidence.devices.items() if n.gdrdma < n.total and name.split()[0] not in hosts]
-        detail = _part(evidence, lacking)
+        detail = _describe_part(evidence, lacking)
         far = [path for path in evidence.gdr_paths if path.startswith("disabled")]
-        if far and whole:
+        if far and partial:
             detail += f"; {'; '.join(far[:3])}"
         severity = ""
         if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
@@ -423,16 +423,16 @@ class _Findings:
             detail = f"none on {', '.join(hosts[:4])}{' and others' if len(hosts) > 4 else ''}; in total {detail}"
         lines = self._channel_proof() + self.proof("GPUDirect RDMA too far")
         self.add(code, detail, lines, severity=severity, hosts=hosts)
-        words = self.facts.gdr_words.keys()
-        refused = [host for host in hosts if (host, "refused") in words and (host, "usable") not in words]
+        states = self.facts.gdr_words.keys()
+        refused = [host for host in hosts if (host, "refused") in states and (host, "usable") not in states]
         if refused:
             self.add("peermem_missing", hosts=refused)
 
     def _find_off(self, carried: list[str]) -> None:
         is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or self.inter.startswith("IB")
         if self.evidence.gdrdma_fraction is not None:  # without a channel, what refused it is reported below
-            code = "ib_without_gdrdma" if is_ib else _code_without_gdrdma(self.inter, carried, self.facts.provider)
-            self.add(code, _part(self.evidence, []), self._channel_proof(), hosts=self._hosts_without_gdrdma())
+            code = "ib_without_gdrdma" if is_ib else _choose_off_code(self.inter, carried, self.facts.provider)
+            self.add(code, _describe_part(self.evidence, []), self._channel_proof(), hosts=self._list_hosts_off())
             self.problems.pop("gdr_refused_by_plugin", None)
         refused = {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}
         if is_ib and refused and "gdr_disabled_by_env" not in self.problems:
@@ -453,7 +453,7 @@ class _Findings:
         env, transports = self.evidence.environment, self.evidence.transports
         shm = transports.get("SHM", 0)
         peer = sum(n for key, n in transports.items() if key.startswith("P2P/"))
-        if shm and self.variable_proof("NCCL_P2P_DISABLE=1"):
+        if shm and self.prove_variables("NCCL_P2P_DISABLE=1"):
             self.add("p2p_disabled_by_env")
         elif shm and "NCCL_P2P_LEVEL" in env:
             self.add("p2p_level_limited_by_env", env["NCCL_P2P_LEVEL"])
@@ -470,14 +470,14 @@ class _Findings:
         env = self.evidence.environment
         if "Socket" in self.inter.split():  # or mixed with another network
             for code in ("ib_disabled_by_env", "socket_forced_by_env"):
-                if self.variable_proof(*CODES[code].variables):
-                    self.add(code, severity=self._if_several()[1])
+                if self.prove_variables(*CODES[code].variables):
+                    self.add(code, severity=self._note_several()[1])
         set_by_plugin = WORDS_OF["set_by_ofi"] if "Libfabric" in self.inter else ()
         names = (name for name in env if name in WORDS_OF["tuning"] and name not in set_by_plugin)
-        tuned = [name for name in names if self.variable_proof(name)]
+        tuned = [name for name in names if self.prove_variables(name)]
         if tuned:
             detail = ", ".join(f"{name}={env[name]}" for name in tuned[:12])
-            self.add("hand_tuned_env", detail, self.variable_proof(*tuned), len(tuned))
+            self.add("hand_tuned_env", detail, self.prove_variables(*tuned), len(tuned))
             # If the transport is proven, tuning is a matter of advice and no fault of the run.
             if self.evidence.transports or self.evidence.gdrdma != "none" or self.has_failure():
                 self.demote("hand_tuned_env")
@@ -496,7 +496,7 @@ class _Findings:
             return
         missing = missing_ranks(self.ledger) if evidence.gdrdma == "none" and evidence.transports else ()
         if evidence.gdrdma == "on" and not self.problems:
-            missing = _silent_nodes(facts)
+            missing = _list_silent_ranks(facts)
         if missing:
             missing = facts.unread_ranks() or missing
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
@@ -506,15 +506,15 @@ class _Findings:
             self.add("no_inter_node_evidence")
 
 
-def _part(evidence: Evidence, lacking: list[str]) -> str:
+def _describe_part(evidence: Evidence, lacking: list[str]) -> str:
     """Return how many channels have GPUDirect RDMA, in words, and the devices of those without it."""
     send, receive = evidence.send, evidence.receive
     noun = "channel" if max(send.total, receive.total) == 1 else "channels"
-    seen = [f"{word} {n.gdrdma} of {n.total}" for word, n in (("send", send), ("receive", receive)) if n.total]
-    return f"{', '.join(seen)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
+    counts = [f"{word} {n.gdrdma} of {n.total}" for word, n in (("send", send), ("receive", receive)) if n.total]
+    return f"{', '.join(counts)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
 
 
-def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -> str:
+def _choose_off_code(inter: str, carried: list[str], provider: str | None) -> str:
     """Return the code whose advice fits: that of libfabric's provider if libfabric carries the channels."""
     if "FastSocket" in carried:
         return "socket_fallback"
@@ -523,7 +523,7 @@ def _code_without_gdrdma(inter: str, carried: list[str], provider: str | None) -
     return next(code for start, code in PROVIDERS if provider.startswith(start))
 
 
-def _code_of_partial(evidence: Evidence, facts: Facts) -> str:
+def _choose_partial_code(evidence: Evidence, facts: Facts) -> str:
     """Return why a part of the channels has no GPUDirect RDMA: NCCL's rule for sends, or no reason that excuses it.
 
     The rule (ncclTopoCheckGdr): below compute capability 8.0 and without NVLink the NIC does not read GPU memory,

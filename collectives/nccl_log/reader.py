@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any, BinaryIO, Final
 
 from collectives.nccl_log.channels import MOST_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
-from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, codes_of
+from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, find_codes
 from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
 from collectives.nccl_log.messages import END, STEP, Firsts, Lasts, Place
 from contracts.bounded import utf16
@@ -173,12 +173,12 @@ class Reader:
         new = set(shapes) - self._quiet
         text = b"\n".join(new)
         for word in WORDS:
-            at = text.find(word)
-            while at >= 0:
-                end = text.find(b"\n", at)
+            start = text.find(word)
+            while start >= 0:
+                end = text.find(b"\n", start)
                 end = len(text) if end < 0 else end
-                new.discard(text[text.rfind(b"\n", 0, at) + 1 : end])
-                at = text.find(word, end)
+                new.discard(text[text.rfind(b"\n", 0, start) + 1 : end])
+                start = text.find(word, end)
         self._quiet |= new
 
     def _join_parts(self, line: bytes) -> bytes:
@@ -187,11 +187,11 @@ class Reader:
         if entry is None:
             return line
         start, stream, tag, content = entry.groups()
-        whole = self.held.pop(stream, b"") + content
-        if tag == b"P" and len(whole) <= MAX_LINE_BYTES:
-            self.held[stream] = whole
+        joined = self.held.pop(stream, b"") + content
+        if tag == b"P" and len(joined) <= MAX_LINE_BYTES:
+            self.held[stream] = joined
             return b""
-        return start + b" F " + whole
+        return start + b" F " + joined
 
     def _take_dirty(self, line: bytes, *, cut: bool = False) -> None:
         pod = _TEXTS["pod"].match(line)
@@ -206,9 +206,9 @@ class Reader:
         for part in self.held.values():
             self._take_dirty(part, cut=True)
         end, (number, bare) = self.ledger.lines, self._bare
-        if bare and end <= number + BELOW_EXCEPTION and not codes_of(bare, foreign=True):
-            self.ledger.writer, self.ledger.lines = _writer_of(bare, self._pod), number
-            self.ledger.blame("python_traceback", bare)
+        if bare and end <= number + BELOW_EXCEPTION and not find_codes(bare, foreign=True):
+            self.ledger.writer, self.ledger.lines = _find_writer(bare, self._pod), number
+            self.ledger.count_code("python_traceback", bare)
             self.ledger.lines = end
         self.runs.lines += end
         self.runs.add(self.ledger)
@@ -238,7 +238,7 @@ class Reader:
         number, above, label = self._above
         is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
         above = above if is_below else b""
-        writer = Writer() if has_header else _writer_of(above + line, self._pod)
+        writer = Writer() if has_header else _find_writer(above + line, self._pod)
         if match := _TEXTS["raised"].search(line):
             self._raised.add(_label_of(line), match[1].decode())
         elif self._raised and _TEXTS["exception"].match(_TEXTS["launcher"].sub(b"", line)):
@@ -251,10 +251,10 @@ class Reader:
         if has_header:
             self._meet_process(line)
             self.ledger.began.add(self.file, self.ledger.lines)
-        found = self._take_channels(line) if b"via " in line else 0
+        channels = self._take_channels(line) if b"via " in line else 0
         if has_header:
             self._take_messages(line)
-        elif not found:
+        elif not channels:
             self._take_headless(line)
         if match := _TEXTS["above"].search(line[-_MOST_NAME_BYTES:]):
             self._above = self.ledger.lines, above + match[0] + b" ", _label_of(line)
@@ -271,7 +271,7 @@ class Reader:
         """Set the writer of the line. A new process after channels were made starts a new part."""
         mark = _TEXTS["header"].search(line)
         prefix = line[: mark.start()] if mark else line
-        writer = self._writers.get(prefix) or _writer_in(prefix)
+        writer = self._writers.get(prefix) or _parse_writer(prefix)
         if not writer.process:
             return
         if writer.process not in self._processes and len(self._processes) < MAX_SEEN:
@@ -296,8 +296,8 @@ class Reader:
 
     def _meet_rank(self, init: re.Match[bytes], writer: Writer) -> None:
         """Record the rank, the GPU and the communicator in a line of communicator set-up."""
-        rank, ranks, named, bus, communicator = (group.decode() if group else "" for group in init.groups())
-        device = named or writer.device
+        rank, ranks, device_name, bus, communicator = (group.decode() if group else "" for group in init.groups())
+        device = device_name or writer.device
         if bus:
             self.ledger.gpus.add((writer.host, bus), writer.process)
         if communicator:
@@ -314,16 +314,16 @@ class Reader:
     # --- channels
 
     def _take_channels(self, text: bytes) -> int:
-        found = list(parse_channels(text, cut=self.cut))
+        channels = list(parse_channels(text, cut=self.cut))
         via, host = text.find(b"via "), self.ledger.writer.host
-        for channel in found:
+        for channel in channels:
             self.ledger.channels.add((host, channel))
             self.ledger.prove_channel(channel, text)
             self.ledger.facts.channel_places.add(text[max(0, via - MOST_HEAD_BYTES) : via], host)
             self._tags_read += channel.gdrdma is True
-        if len(found) == 1 and text.count(TAG) == self._tags_read:
-            self._remember_end(text, found[0])
-        return len(found)
+        if len(channels) == 1 and text.count(TAG) == self._tags_read:
+            self._remember_end(text, channels[0])
+        return len(channels)
 
     def _remember_end(self, text: bytes, channel: Channel) -> None:
         end = text[text.find(b"via ") + 4 :]
@@ -339,16 +339,16 @@ class Reader:
         before = line[: marks[0].start()] if marks else b""
         # Another message precedes the first header: NCCL's version, or one of a page that has joined lines.
         if b"CCL version" in before or len(before) > MOST_PREFIX_BYTES:
-            self._take_message(before, warn=False, shown=line, foreign=b"NCCL" not in before)
+            self._take_message(before, warn=False, line=line, foreign=b"NCCL" not in before)
         for index, mark in enumerate(marks):
-            host = self.ledger.writer.host if index == 0 else _writer_in(line[: mark.start()]).host
+            host = self.ledger.writer.host if index == 0 else _parse_writer(line[: mark.start()]).host
             message = line[mark.end() :]
             if index + 1 < len(marks):
                 message = _TEXTS["next_prefix"].sub(b"", line[mark.end() : marks[index + 1].start()])
             warn = mark[1] in (b"WARN", b"ATTN")  # 2.32 prints harmless warnings as ATTN
             if b" failure " in message or message.startswith(_WITH_FILE):
                 message = b" ".join([*line[: mark.start()].split()[-2:], message])
-            self._take_message(message, warn=warn, host=host, shown=line)
+            self._take_message(message, warn=warn, host=host, line=line)
 
     def _take_headless(self, line: bytes) -> None:
         """Read a line without a header of NCCL."""
@@ -360,7 +360,7 @@ class Reader:
         if cause and text.strip():
             body, self.cause_lines = before + text, 1
         unclear = _TEXTS["error_level"].search(body) is not None
-        self._take_message(body, warn=unclear, shown=body, foreign=b"NCCL" not in body and not self.cause_lines)
+        self._take_message(body, warn=unclear, line=body, foreign=b"NCCL" not in body and not self.cause_lines)
 
     def _take_exception(self, body: bytes, line: bytes) -> None:
         """A traceback and the exception below it, at the start of a line, prove that a program ended."""
@@ -373,20 +373,20 @@ class Reader:
             self._traceback = -1  # of the clean-up after the end of a program
         elif self._traceback and _TEXTS["exception"].match(body):
             is_near = 0 < self._traceback >= self.ledger.lines - TRACEBACK_LINES
-            if is_near and not any(CODES[code].ends for code in codes_of(body, foreign=True)):
-                self.ledger.blame("python_traceback", line)
+            if is_near and not any(CODES[code].ends for code in find_codes(body, foreign=True)):
+                self.ledger.count_code("python_traceback", line)
             self._traceback = 0
         elif _TEXTS["bare"].match(body) and not _TEXTS["mild"].search(line):
             self._bare = self.ledger.lines, line
 
-    def _take_message(self, message: bytes, *, warn: bool, shown: bytes, host: str = "", foreign: bool = False) -> None:
+    def _take_message(self, message: bytes, *, warn: bool, line: bytes, host: str = "", foreign: bool = False) -> None:
         if message in self._dull or (not warn and message.startswith(DULL_STARTS + _ORDERS)):
             return
         ledger = self.ledger
         message = message[:MAX_MESSAGE_BYTES]
         facts = ledger.facts.take(message, host)
         for fact in facts:
-            ledger.prove(fact, shown)
+            ledger.prove(fact, line)
         if END in facts:
             ledger.ended.add(self.file, ledger.lines)
         step = _TEXTS["step"].search(message) if STEP in facts else None
@@ -394,18 +394,18 @@ class Reader:
             self._step = step[0]
             ledger.steps.add(self.file, (*ledger.steps.get(self.file, (0, 0, 0))[1:], ledger.lines))
         if ledger.facts.setting:
-            ledger.record_variable(ledger.facts.setting, shown)
-        codes = codes_of(message, foreign=foreign)
+            ledger.record_variable(ledger.facts.setting, line)
+        codes = find_codes(message, foreign=foreign)
         for code in codes:
-            ledger.blame(code, shown)
+            ledger.count_code(code, line)
         if warn and not codes and not HARMLESS.search(message):
-            ledger.blame("other_warnings", shown)
+            ledger.count_code("other_warnings", line)
         says = facts or codes or warn or ledger.facts.setting
         if not says and len(self._dull) < MAX_SEEN and len(message) < MAX_DULL_BYTES:
             self._dull.add(message)
 
 
-def _writer_in(prefix: bytes) -> Writer:
+def _parse_writer(prefix: bytes) -> Writer:
     """Return the process that a prefix of NCCL names: "2026-01-02T03:04:05Z host:pid:tid [0] "."""
     match = _TEXTS["process"].search(prefix[-MOST_PREFIX_BYTES:])
     if match is None:
@@ -420,8 +420,8 @@ def _label_of(line: bytes) -> bytes:
     return b" ".join(word for word in prefix[0].split() if word.count(b":") < 2) if prefix else b""
 
 
-def _writer_of(line: bytes, pod: str) -> Writer:
+def _find_writer(line: bytes, pod: str) -> Writer:
     """Return the rank and the host that a line without a header of NCCL names; its pod if it names no host."""
-    found = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
-    rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in found)
+    matches = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
+    rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in matches)
     return Writer(host=host.decode() or pod, rank=int(rank) if rank else None)

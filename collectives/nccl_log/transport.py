@@ -60,11 +60,11 @@ def by_severity(problems: Iterable[LogProblem]) -> tuple[LogProblem, ...]:
 def rank_words(ranks: Collection[int]) -> str:
     """Return ranks in words: "rank 3", "ranks 0 to 3, 6"; at most six ranges."""
     numbers = sorted(ranks)
-    starts = [n for at, n in enumerate(numbers) if at == 0 or numbers[at - 1] != n - 1]
-    ends = [n for at, n in enumerate(numbers) if at + 1 == len(numbers) or numbers[at + 1] != n + 1]
-    words = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
-    more = f" and {len(words) - 6} more ranges" if len(words) > 6 else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words[:6])}{more}"
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i + 1 == len(numbers) or numbers[i + 1] != n + 1]
+    ranges = [f"{a}" if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
+    suffix = f" and {len(ranges) - 6} more ranges" if len(ranges) > 6 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(ranges[:6])}{suffix}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

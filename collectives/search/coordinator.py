@@ -79,7 +79,7 @@ class Fleet:
         waiting = {name: index for index, group in enumerate(groups) for name in group}
         for name in waiting:
             self._beats.pop(name, None)
-        found: dict[str, dict[str, Any]] = {}
+        posted: dict[str, dict[str, Any]] = {}
         lost: dict[int, str] = {}
         hung: set[int] = set()
         last: dict[int, float] = dict.fromkeys(range(len(tests)), time.monotonic())  # last progress
@@ -88,45 +88,45 @@ class Fleet:
             for name, index in list(waiting.items()):
                 node = int(name.partition("/")[0])
                 if self._store.check([f"result/{number}/{name}"]):
-                    found[name] = json.loads(self._store.get(f"result/{number}/{name}"))
+                    posted[name] = json.loads(self._store.get(f"result/{number}/{name}"))
                     waiting.pop(name)
                     last[index] = time.monotonic()
                     continue
-                silent, still, where = self.read_beat(name)
+                silent, still, place = self.read_beat(name)
                 last[index] = max(last[index], time.monotonic() - still)
                 if silent > self._settings.silence_seconds:
-                    lost[node] = f"no heartbeat for {silent:.0f} s; the last was in {where}"
+                    lost[node] = f"no heartbeat for {silent:.0f} s; the last was in {place}"
                 elif time.monotonic() - last[index] <= HANG_SILENCES * self._settings.silence_seconds:
                     continue
-                elif tests[index].kind == "alone" or 2 * len(found.keys() & groups[index]) > len(groups[index]):
-                    lost[node] = f"its rank is alive but makes no progress in {where}, which other ranks have finished"
+                elif tests[index].kind == "alone" or 2 * len(posted.keys() & groups[index]) > len(groups[index]):
+                    lost[node] = f"its rank is alive but makes no progress in {place}, which other ranks have finished"
                 else:
                     hung.add(index)
                     self.restart([name], {})
                 self._store.set(f"test/{run}/{number}/{index}/stop", "")
                 waiting.pop(name)
         return [
-            _combine_results({name: found[name] for name in groups[index] if name in found},
-                             {node: why for node, why in lost.items() if node in test.nodes}, index in hung)
+            _combine_results({name: posted[name] for name in groups[index] if name in posted},
+                             {node: reason for node, reason in lost.items() if node in test.nodes}, index in hung)
             for index, test in enumerate(tests)
         ]  # fmt: skip
 
 
-def _combine_results(found: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
+def _combine_results(results: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
     """Combine the results of the ranks of a test: of rails that ran together, the slowest counts."""
     slowest: dict[tuple[int, int, int, int], float] = defaultdict(float)  # source, target, rail, turn
-    for posted in found.values():
+    for posted in results.values():
         turns: Counter[tuple[int, int]] = Counter()
         for source, target, rail, seconds in posted.get("transfers", ()):
             key = (source, target, rail, turns[source, rail])
             slowest[key] = max(slowest[key], seconds)
             turns[source, rail] += 1
-    stuck = tuple(dict.fromkeys((s, t) for posted in found.values() for s, t in posted.get("stuck", ())))
-    left = any(posted.get("left") for posted in found.values())
+    stuck = tuple(dict.fromkeys((s, t) for posted in results.values() for s, t in posted.get("stuck", ())))
+    left = any(posted.get("left") for posted in results.values())
     return Outcome(
         transfers=tuple((source, target, rail, s) for (source, target, rail, _), s in slowest.items()),
         alone=tuple((int(name.partition("/")[0]), part, seconds)
-                    for name, posted in found.items() for part, seconds in posted.get("alone", ())),
+                    for name, posted in results.items() for part, seconds in posted.get("alone", ())),
         stuck=stuck, lost=dict(lost), ended=not hung and not (left and not stuck and not lost),
     )  # fmt: skip
 
@@ -149,8 +149,8 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     """Replay the rounds of a journal; None if the planner no longer plans the same rounds."""
     search = Search(header["domains"], header["models"], header["rails"])
     for row in rounds:
-        search.lost.update({int(node): why for node, why in row["lost"].items()})
-        if search.next_round() != tuple(cattrs.structure(row["tests"], list[Test])):
+        search.lost.update({int(node): reason for node, reason in row["lost"].items()})
+        if search.plan_round() != tuple(cattrs.structure(row["tests"], list[Test])):
             return None
         search.report(cattrs.structure(row["outcomes"], list[Outcome]))
     return search
@@ -185,7 +185,7 @@ def coordinate(settings: Place, store: Any) -> None:
         header["hosts"][node] in (names[node], unnamed[node]) for node in joined
     )
     # Node 0 connects over loopback. If another node joined too, the address works, and an absent node may be broken.
-    unreached = {node: why for node, why in absent.items() if not (node and any(joined))}
+    unreached = {node: reason for node, reason in absent.items() if not (node and any(joined))}
     for node in absent:
         if (note := note_path(settings.journal, node)).exists():
             unreached[node] = note.read_text(encoding="utf-8")
@@ -199,7 +199,7 @@ def coordinate(settings: Place, store: Any) -> None:
         if environment:
             fleet.restart(fleet.name_ranks([node for node in joined if node not in search.lost]), environment)
         minutes += sum(row["node_minutes"] for row in rounds)
-        while tests := search.next_round():
+        while tests := search.plan_round():
             lost, started = dict(search.lost), time.monotonic()
             outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
             spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
@@ -209,8 +209,8 @@ def coordinate(settings: Place, store: Any) -> None:
             _write_row(journal, cattrs.unstructure(row))
             search.report(outcomes)
         passes.append(search)
-    found = combine_passes(passes, header["hosts"], header["began"], time.time() - header["began"], minutes)
-    _write_row(journal, {"result": cattrs.unstructure(found)})
+    result = combine_passes(passes, header["hosts"], header["began"], time.time() - header["began"], minutes)
+    _write_row(journal, {"result": cattrs.unstructure(result)})
     store.set("end", "")
     time.sleep(3)  # until the ranks have read it
 

@@ -77,9 +77,9 @@ class Measure:
     sigma: float
     links: tuple[Link, ...] = ()  # stuck links of the node; empty if a whole group was stuck
 
-    def is_slow(self, sigmas: float, least: float) -> bool:
+    def is_slow(self, sigmas: float, smallest: float) -> bool:
         """Whether the excess is larger than chance explains, and large enough to count."""
-        return self.excess > max(least, sigmas * self.sigma)
+        return self.excess > max(smallest, sigmas * self.sigma)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,20 +165,20 @@ class Search:
 
     # Planning
 
-    def next_round(self) -> tuple[Test, ...]:
+    def plan_round(self) -> tuple[Test, ...]:
         """Return the tests to run at the same time; empty if the search has ended."""
         while self.round < MOST_ROUNDS:
             self.phase = min(self.phase + 1, 4)
             planned = [*self._queue, *self._plan_phase()]
             self._queue = []
-            taken: set[int] = set()
+            busy: set[int] = set()
             tests = []
             for test in planned:
                 nodes = tuple(node for node in test.nodes if node not in self.lost)
-                if taken.intersection(nodes):
+                if busy.intersection(nodes):
                     self._queue.append(test)
                 elif len(nodes) > (test.kind != "alone"):
-                    taken.update(nodes)
+                    busy.update(nodes)
                     tests.append(replace(test, nodes=nodes))
             if tests:
                 self.round += 1
@@ -234,9 +234,9 @@ class Search:
         pools: dict[tuple[str, str], list[int]] = defaultdict(list)
         open_links = self._find_open_links()
 
-        def add(kind: str, nodes: Sequence[int], partners: Sequence[int], wanted: int) -> None:
-            found = list(dict.fromkeys(node for node in partners if node not in busy and node not in nodes))[:wanted]
-            group = tuple(dict.fromkeys((*nodes, *found)))
+        def add(kind: str, nodes: Sequence[int], partners: Sequence[int], count: int) -> None:
+            added = list(dict.fromkeys(node for node in partners if node not in busy and node not in nodes))[:count]
+            group = tuple(dict.fromkeys((*nodes, *added)))
             if busy.isdisjoint(group) and len(group) > 1:
                 busy.update(group)
                 repeats = max(LEAST_REPEATS, REPEATS // (len(group) - 1))
@@ -265,10 +265,10 @@ class Search:
                 links += link
         for group in _split_evenly(list(dict.fromkeys(links))):
             add("far", group, clean, 1 if len(group) == 2 else 0)
-        taken = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
-        late = [node for node in range(self.nodes) if node not in taken and not self._is_measured(node)
+        in_use = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
+        untested = [node for node in range(self.nodes) if node not in in_use and not self._is_measured(node)
                 and self._get_state(node, KINDS)[0] == "clean"]  # fmt: skip
-        for group in _split_evenly(late, GROUP // 2) if self.nodes > 2 and self.round < 2 * TRIES else ():
+        for group in _split_evenly(untested, GROUP // 2) if self.nodes > 2 and self.round < 2 * TRIES else ():
             add("far", group, clean, max(PARTNERS, len(group)))
         return tests + self._repeat_broken_groups(busy)
 
@@ -278,9 +278,9 @@ class Search:
         One such excess of a node is enough, because it decides the verdict.
         """
         inside = set(nodes)
-        found = [self._get_state(node, ("near", "far"))[1] for node in inside]
-        found += [self._links[link] for link in open_links if inside.issuperset(link)]
-        return all(any(m.excess > PLAIN for m in measures) for measures in found if measures)
+        measured = [self._get_state(node, ("near", "far"))[1] for node in inside]
+        measured += [self._links[link] for link in open_links if inside.issuperset(link)]
+        return all(any(m.excess > PLAIN for m in measures) for measures in measured if measures)
 
     def _repeat_broken_groups(self, busy: set[int]) -> list[Test]:
         """Repeat groups that ended early, without the nodes that caused it, once these nodes are known."""
@@ -305,8 +305,8 @@ class Search:
         pairs = zip(slow, spare, strict=False) if self._rails > 1 else ()
         return [Test(kind=self._classify_pair(*pair), nodes=pair, repeats=LEAST_REPEATS, rails=True) for pair in pairs]
 
-    def _classify_pair(self, one: int, other: int) -> str:
-        return "near" if self.domains[one] == self.domains[other] else "far"
+    def _classify_pair(self, first: int, other: int) -> str:
+        return "near" if self.domains[first] == self.domains[other] else "far"
 
     # Results
 
@@ -328,11 +328,11 @@ class Search:
             if test.kind != "alone" and test.repeats == 1 and not is_half and not is_whole:
                 self._broken.append(test)
         scores: dict[tuple[str, int], float] = {}
-        for kind, found in rows.items():
-            for end, score in self._learn_transfers(kind, found).items():
+        for kind, transfers in rows.items():
+            for end, score in self._learn_transfers(kind, transfers).items():
                 scores[end] = max(score, scores.get(end, 1.0))
-        for kind, found in rows.items():
-            self._learn_links(kind, found, scores)
+        for kind, transfers in rows.items():
+            self._learn_links(kind, transfers, scores)
         self._running = ()
         self._states.clear()
 
@@ -346,14 +346,14 @@ class Search:
         """
         suspects = set(self._find_open_nodes(("alone",))) if rows else set[int]()
         parts: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
-        for node, what, seconds in rows:
-            parts[f"{self._models[node]} {what.rpartition(' ')[2]}"].append((node, what, seconds))
-        for name, found in parts.items():
-            middle, sigma = self._middles.setdefault(name, _estimate_spread([seconds for *_, seconds in found]))
-            mates = [seconds for node, _, seconds in found if node not in suspects]
+        for node, part, seconds in rows:
+            parts[f"{self._models[node]} {part.rpartition(' ')[2]}"].append((node, part, seconds))
+        for name, timed in parts.items():
+            middle, sigma = self._middles.setdefault(name, _estimate_spread([seconds for *_, seconds in timed]))
+            mates = [seconds for node, _, seconds in timed if node not in suspects]
             middle = max(middle, median(mates or [0.0]))
-            for node, what, seconds in found:
-                self._measures[node].append(self._measure("alone", what, seconds / middle - 1, sigma / middle))
+            for node, part, seconds in timed:
+                self._measures[node].append(self._measure("alone", part, seconds / middle - 1, sigma / middle))
 
     def _learn_transfers(self, kind: str, rows: Sequence[tuple[int, int, float]]) -> dict[tuple[str, int], float]:
         """Score each node by the lower quartile of its times, which a few slow partners or links do not change."""
@@ -373,16 +373,16 @@ class Search:
         partners.update(("receives", target) for source, target in pairs if source in good or not good)
         scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}
         sigmas = []
-        for what in ("sends", "receives"):
-            found = [score for (side, _), score in scores.items() if side == what]
-            if found and (is_group or (kind, what) not in self._centers):
-                self._centers[kind, what] = _estimate_spread(found)
-            center, spread = self._centers.get((kind, what), (1.0, 0.0))
+        for direction in ("sends", "receives"):
+            found = [score for (side, _), score in scores.items() if side == direction]
+            if found and (is_group or (kind, direction) not in self._centers):
+                self._centers[kind, direction] = _estimate_spread(found)
+            center, spread = self._centers.get((kind, direction), (1.0, 0.0))
             for (side, node), score in scores.items():
-                if side == what:
-                    one = QUARTILE * sigma / middle / math.sqrt(len(times[side, node]))
-                    sigmas.append(max(one, spread) / center)
-                    self._measures[node].append(self._measure(kind, what, score / center - 1, sigmas[-1]))
+                if side == direction:
+                    error = QUARTILE * sigma / middle / math.sqrt(len(times[side, node]))
+                    sigmas.append(max(error, spread) / center)
+                    self._measures[node].append(self._measure(kind, direction, score / center - 1, sigmas[-1]))
         if sigmas and (is_group or kind not in self.sigma):
             self.sigma[kind] = median(sigmas)
         return scores
@@ -398,9 +398,9 @@ class Search:
         for link, values in times.items():
             self.excess[link] = median(values) - 1
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
-            excess, one = median(values) / ends - 1, sigma / middle / math.sqrt(len(values))
-            if link in self._links or excess > max(LEAST_LINK, (SIGMAS + self._extra) * one):
-                self._links[link].append(self._measure(kind, "transfer", excess, one))
+            excess, error = median(values) / ends - 1, sigma / middle / math.sqrt(len(values))
+            if link in self._links or excess > max(LEAST_LINK, (SIGMAS + self._extra) * error):
+                self._links[link].append(self._measure(kind, "transfer", excess, error))
 
     def _learn_stuck(self, test: Test, outcome: Outcome) -> None:
         """Suspect the nodes with the most stuck transfers; halve a group that ended without a known reason.
@@ -409,8 +409,8 @@ class Search:
         against its ends, and no link is evidence against a node that sent or received before in the same test.
         """
         links = [link for link in outcome.stuck if self.lost.keys().isdisjoint(link)]
-        known = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
-        fresh = [a for a in links if a not in known or any(len(self._find_stuck_links(end)) > 1 for end in a)]
+        repeated = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
+        fresh = [a for a in links if a not in repeated or any(len(self._find_stuck_links(end)) > 1 for end in a)]
         for link in links:
             self.excess[link] = STUCK
             self._links[link].append(self._measure(test.kind, "stuck", STUCK))
@@ -435,11 +435,11 @@ class Search:
 
     def _find_stuck_links(self, node: int) -> set[Link]:
         """Return the links of a node that were stuck since it last moved a byte."""
-        found: set[Link] = set()
+        common: set[Link] = set()
         for measure in self._measures[node]:
             if measure.what == "stuck":
-                found = found.union(measure.links) if measure.excess else set()
-        return found
+                common = common.union(measure.links) if measure.excess else set()
+        return common
 
     def _count_stuck_peers(self, node: int) -> int:
         """Return to how many nodes a node cannot send, or from how many it cannot receive, whichever is more.
@@ -450,7 +450,7 @@ class Search:
         for link in self._find_stuck_links(node):
             side = link.index(node)
             other = link[1 - side]
-            ways[side] += all(link == more or more[1 - side] != other for more in self._find_stuck_links(other))
+            ways[side] += all(link == second or second[1 - side] != other for second in self._find_stuck_links(other))
         return max(ways.values(), default=0)
 
     def _learn_rails(self, test: Test, outcome: Outcome) -> None:
@@ -480,9 +480,9 @@ class Search:
             elif measure.kind in kinds:
                 groups[measure.what, measure.kind == "alone"].append(measure)
         ways = self._count_stuck_peers(node) if ("stuck", False) in groups else 0
-        states = [_judge_measures(found, SIGMAS + self._extra, self.sigma, ways) for found in groups.values()]
+        states = [_judge_measures(group, SIGMAS + self._extra, self.sigma, ways) for group in groups.values()]
         for word in ("bad", "open", "undecided"):
-            if slow := [measure for state, found in states if state == word for measure in found]:
+            if slow := [measure for state, rows in states if state == word for measure in rows]:
                 return word, slow
         return "clean", []
 
@@ -532,15 +532,15 @@ class Search:
 
     def _find_open_links(self) -> list[Link]:
         """Return the links to test again, at most two for each pair of domains."""
-        seen: Counter[tuple[str, str]] = Counter()
-        found = []
+        counts: Counter[tuple[str, str]] = Counter()
+        links = []
         for link in list(self._links):
             if self._judge_link(link) == "open" and all(map(self._is_clean, link)):
                 pair = (self.domains[link[0]], self.domains[link[1]])
-                seen[pair] += 1
-                if seen[pair] <= 2 or pair[0] == pair[1]:
-                    found.append(link)
-        return found
+                counts[pair] += 1
+                if counts[pair] <= 2 or pair[0] == pair[1]:
+                    links.append(link)
+        return links
 
     def visible_loss(self) -> float | None:
         """Return the smallest loss of a node that 99 of 100 searches with this noise find; None if unmeasured."""
@@ -564,12 +564,12 @@ class Search:
             state, slow = self._get_state(node, kinds)
             if state == "clean":
                 continue
-            what = tuple(dict.fromkeys(measure.what for measure in slow))
+            parts = tuple(dict.fromkeys(measure.what for measure in slow))
             is_bad = state == "bad"
             return Verdict(
-                node=node, state="bad" if is_bad else "not judged", loss=_compute_loss(slow), what=what,
+                node=node, state="bad" if is_bad else "not judged", loss=_compute_loss(slow), what=parts,
                 measures=tuple(slow), rails=self._slow_rails.get(node, ()),
-                reason="undecided" if not is_bad else "stuck" if "stuck" in what else reason,
+                reason="undecided" if not is_bad else "stuck" if "stuck" in parts else reason,
             )  # fmt: skip
         if self.nodes < 3:
             return Verdict(node=node, state="not judged", reason="few")
@@ -583,12 +583,12 @@ class Search:
     def bad_links(self) -> list[BadLink]:
         """Return the bad links between nodes that are not bad themselves."""
         good = {v.node for v in self.verdicts() if v.state != "bad"}
-        found = []
+        links = []
         for link, measures in self._links.items():
             if self._judge_link(link) == "bad" and good.issuperset(link):
                 loss = _compute_loss(measures)
-                found.append(BadLink(source=link[0], target=link[1], loss=loss, measures=tuple(measures)))
-        return found
+                links.append(BadLink(source=link[0], target=link[1], loss=loss, measures=tuple(measures)))
+        return links
 
 
 def combine_passes(
@@ -598,9 +598,9 @@ def combine_passes(
 
     The nodes of the picture are the bad ones, then their partners, then others.
     """
-    found = [[replace(verdict, turn=turn) for verdict in one.verdicts()] for turn, one in enumerate(passes)]
+    by_pass = [[replace(verdict, turn=turn) for verdict in search.verdicts()] for turn, search in enumerate(passes)]
     states = ("bad", "not judged", "good")
-    verdicts = [min(of, key=lambda verdict: states.index(verdict.state)) for of in zip(*found, strict=True)]
+    verdicts = [min(of, key=lambda verdict: states.index(verdict.state)) for of in zip(*by_pass, strict=True)]
     links, excess = dict[Link, BadLink](), dict[Link, float]()
     for turn, one in enumerate(passes):
         for link in one.bad_links():
@@ -614,7 +614,7 @@ def combine_passes(
         hosts=tuple(hosts), domains=tuple(passes[0].domains), began=began, seconds=seconds, verdicts=tuple(verdicts),
         links=tuple(links.values()), rounds=sum(one.round for one in passes), tests=sum(one.tests for one in passes),
         node_minutes=node_minutes, passes=len(passes), drawn=tuple(drawn),
-        visible_loss=max(filter(None, (one.visible_loss() for one in passes)), default=None),
+        visible_loss=max(filter(None, (search.visible_loss() for search in passes)), default=None),
         tested_pairs=len({tuple(sorted(pair)) for pair in excess}),
         pairs=tuple((a, b, excess[a, b]) for a in drawn for b in drawn if (a, b) in excess),
     )  # fmt: skip
@@ -633,13 +633,13 @@ def _judge_measures(
     slow = [m for m in measures if m.is_slow(SIGMAS_AGAIN, LEAST[m.kind] / 2)]
     usual = median_low(m.excess for m in slow)
     slow = [m for m in slow if m.excess >= usual / 2]
-    fine = [m for m in measures if m not in slow and usual > (SIGMAS_AGAIN + 1) * m.sigma and m.kind == first.kind]
+    normal = [m for m in measures if m not in slow and usual > (SIGMAS_AGAIN + 1) * m.sigma and m.kind == first.kind]
     rounds = len({m.round for m in slow})
     if first.what == "stuck":  # with two nodes, or in two whole groups, because one stuck transfer may be a bad link
         is_bad = rounds >= 2 and max(ways, sum(not m.links for m in slow)) >= 2
     else:
-        is_bad = rounds >= 3 and len(slow) > len(fine)
-    if not is_bad and len(fine) >= len(slow):
+        is_bad = rounds >= 3 and len(slow) > len(normal)
+    if not is_bad and len(normal) >= len(slow):
         return "clean", []
     if not is_bad and len({m.round for m in measures}) < TRIES:
         return "open", slow
@@ -656,9 +656,9 @@ def _compute_loss(measures: Iterable[Measure]) -> float:
     return excess / (1 + excess)
 
 
-def _split_evenly(nodes: Sequence[int], most: int = GROUP) -> list[tuple[int, ...]]:
+def _split_evenly(nodes: Sequence[int], limit: int = GROUP) -> list[tuple[int, ...]]:
     """Split nodes into as few groups of at most `most` nodes as possible, of similar size."""
-    count = math.ceil(len(nodes) / most)
+    count = math.ceil(len(nodes) / limit)
     ends = [len(nodes) * part // count for part in range(count + 1)] if count else []
     return [tuple(nodes[start:end]) for start, end in pairwise(ends)]
 

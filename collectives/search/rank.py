@@ -75,9 +75,9 @@ def connect(place: Place) -> Any:
                             timeout=timedelta(seconds=10))  # fmt: skip
         except (OSError, RuntimeError) as error:
             if isinstance(error, OSError) and place.journal:
-                why = f"it cannot resolve {host}, the name of node 0 ({error.strerror})"
+                reason = f"it cannot resolve {host}, the name of node 0 ({error.strerror})"
                 with suppress(OSError):  # the folder may not exist on this node
-                    note_path(place.journal, place.node).write_text(why, encoding="utf-8")
+                    note_path(place.journal, place.node).write_text(reason, encoding="utf-8")
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)
@@ -127,17 +127,17 @@ class Ring:
         threads = [threading.Thread(target=self._run_job, args=(job,), daemon=True) for job in jobs]
         for thread in threads:
             thread.start()
-        seen, since = self._moved, time.monotonic()
+        moved, since = self._moved, time.monotonic()
         while any(thread.is_alive() for thread in threads) and not self._errors:
             next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.05)
-            if self._moved != seen:
-                seen, since = self._moved, time.monotonic()
+            if self._moved != moved:
+                moved, since = self._moved, time.monotonic()
             elif time.monotonic() - since > self._place.silence_seconds:
                 raise StuckError(*((source, self._me) if threads[0].is_alive() else (self._me, target)))
         if self._errors:
             text = str(self._errors[0])
-            late = "imed out" in text or "imeout" in text
-            raise StuckError(source, self._me) if late and len(arrived) < CHUNKS else RuntimeError(text)
+            timed_out = "imed out" in text or "imeout" in text
+            raise StuckError(source, self._me) if timed_out and len(arrived) < CHUNKS else RuntimeError(text)
         return (arrived[-1] - arrived[0]) * CHUNKS / (CHUNKS - 1)
 
     def _run_job(self, job: Callable[[], None]) -> None:
@@ -222,8 +222,8 @@ class Rank:
             except RuntimeError:  # the coordinator is gone; a new one continues
                 anew = {}
             if anew is not None:
-                words = [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]]
-                os.execve(sys.executable, words, {**os.environ, **anew})  # noqa: S606
+                command = [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]]
+                os.execve(sys.executable, command, {**os.environ, **anew})  # noqa: S606
             count += 1
             time.sleep(BEAT_SECONDS)
 
@@ -237,8 +237,8 @@ class Rank:
                 if self.place.node in test["nodes"]:
                     self.where = f"round {number}, test {index}"
                     key = f"test/{posted['run']}/{number}/{index}"
-                    found = self._test_node(key) if test["kind"] == "alone" else self._test_transfers(key, test)
-                    self.store.set(f"result/{number}/{self._name}", json.dumps(found))
+                    result = self._test_node(key) if test["kind"] == "alone" else self._test_transfers(key, test)
+                    self.store.set(f"result/{number}/{self._name}", json.dumps(result))
 
     def _test_node(self, key: str) -> dict[str, Any]:
         """Time a matrix product on this rank's device, and an all-reduce over the ranks of this node."""
@@ -266,7 +266,7 @@ class Rank:
         from torch.distributed import PrefixStore
 
         nodes: list[int] = test["nodes"]
-        found: dict[str, Any] = {"transfers": [], "stuck": [], "left": ""}
+        result: dict[str, Any] = {"transfers": [], "stuck": [], "left": ""}
         ring = Ring(self.place, PrefixStore(f"{key}/{self.place.local}", self.store), nodes.index(self.place.node),
                     len(nodes), self.device)  # fmt: skip
         rails = range(self.place.ranks) if test["rails"] else [-1]
@@ -280,18 +280,18 @@ class Rank:
                     times = [*(times if turn else []), ring.exchange(stride)]
                     if turn == ITERATIONS - 1:
                         source = nodes[(nodes.index(self.place.node) - stride) % len(nodes)]
-                        found["transfers"].append((source, self.place.node, rail, sorted(times)[len(times) // 2]))
+                        result["transfers"].append((source, self.place.node, rail, sorted(times)[len(times) // 2]))
                 if not self._wait_for_step(f"{key}/{number}", len(nodes) * self.place.ranks):
                     break
                 self.progress += 1
         except StuckError as error:
-            found["stuck"] = [[nodes[place] for place in error.link]]
+            result["stuck"] = [[nodes[place] for place in error.link]]
         except RuntimeError as error:  # the peer has left
-            found["left"] = str(error)[:300]
-        if found["stuck"] or found["left"]:
+            result["left"] = str(error)[:300]
+        if result["stuck"] or result["left"]:
             self.store.set(f"{key}/{number}/go", "stop")
         ring.close()
-        return found
+        return result
 
     def _wait_for_step(self, key: str, ranks: int) -> bool:
         """Wait for all ranks of the test. Return False if one is stuck or has left, or if the test was stopped."""

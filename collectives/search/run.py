@@ -70,11 +70,11 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
                 tree.end(END_SECONDS)
 
 
-def _start(module: str, settings: Place, output: Any, more: Mapping[str, str]) -> processes.Tree:
+def _start(module: str, settings: Place, output: Any, variables: Mapping[str, str]) -> processes.Tree:
     # NCCL: an init that does not finish must not block the process (PyTorch, "ProcessGroupNCCL environment").
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1", **os.environ, **more}
-    words = [sys.executable, "-m", f"collectives.search.{module}", json.dumps(asdict(settings))]
-    return processes.Tree(words, environment, output)
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1", **os.environ, **variables}
+    command = [sys.executable, "-m", f"collectives.search.{module}", json.dumps(asdict(settings))]
+    return processes.Tree(command, environment, output)
 
 
 def _run_coordinator(
@@ -105,8 +105,8 @@ def _wait_for_ranks(trees: Sequence[processes.Tree], spec: SearchSpec, stop: thr
     """Wait until the coordinator has ended the ranks."""
     until = time.monotonic() + spec.limit_seconds
     for tree in trees:
-        if why := tree.wait(until, stop):
-            raise SearchError(f"{spec.place.host}: {why}")
+        if reason := tree.wait(until, stop):
+            raise SearchError(f"{spec.place.host}: {reason}")
     if all(tree.process.returncode for tree in trees):
         raise SearchError(
             f"{spec.place.host}: all ranks ended before the search finished (coordinator: {spec.place.store})"
@@ -124,9 +124,9 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             "rendezvous": f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{port}",
         }  # fmt: skip
     if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:  # one task on each node
-        found: dict[str, Any] = {"nodes": int(environment["SLURM_NTASKS"]), "node": int(environment["SLURM_PROCID"])}
+        options: dict[str, Any] = {"nodes": int(environment["SLURM_NTASKS"]), "node": int(environment["SLURM_PROCID"])}
         # SLURM_LAUNCH_NODE_IPADDR is where srun was called, which may be a login node.
         if hosts := expand_host_list(environment.get("SLURM_STEP_NODELIST", "")):
-            found["rendezvous"] = f"{hosts[0]}:{29400 + int(environment.get('SLURM_JOB_ID', '0')) % 1000}"
-        return found
+            options["rendezvous"] = f"{hosts[0]}:{29400 + int(environment.get('SLURM_JOB_ID', '0')) % 1000}"
+        return options
     return {}

@@ -128,7 +128,7 @@ class Call:
     @property
     def words(self) -> str:
         """Return a description: "all_reduce of [1000] Float"."""
-        sizes = ", ".join(str(list(one)) for one in self.sizes[:3])
+        sizes = ", ".join(str(list(size)) for size in self.sizes[:3])
         return f"{self.op} of {sizes} {self.dtypes[0] if self.dtypes else ''}".strip() if sizes else self.op
 
 
@@ -148,12 +148,12 @@ class RankTrace:
 
     def has_called_in(self, group: str) -> bool:
         """Whether the rank has called something in a group."""
-        return group in self.enqueued or any(one.group == group for one in self.calls)
+        return group in self.enqueued or any(call.group == group for call in self.calls)
 
     def newest_in(self, group: str) -> int:
         """Return the number of the rank's newest collective in a group; 0 if there is none."""
-        named = [one.number for one in self.calls if one.group == group and not one.p2p] if self.partial else []
-        return max([self.enqueued.get(group, 0), *named])
+        numbers = [call.number for call in self.calls if call.group == group and not call.p2p] if self.partial else []
+        return max([self.enqueued.get(group, 0), *numbers])
 
     def has_left(self, call: Call) -> bool:
         """Whether a dump has no open collective of the group of this call, up to this call."""
@@ -168,82 +168,82 @@ _RANK = re.compile(r"(?<!\d)(\d{1,6})(?:\.\w{1,8})?$")
 
 def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     """Read a dump. Raises RankFileError."""
-    where = source or f"rank {rank}"
+    origin = source or f"rank {rank}"
     try:
-        found = plain.loads(raw, unknown_numbers=True) if raw.lstrip()[:1] == b"{" else unpickle(raw)
+        dump = plain.loads(raw, unknown_numbers=True) if raw.lstrip()[:1] == b"{" else unpickle(raw)
     except (plain.PlainError, PickleError, UnicodeDecodeError) as error:
-        raise RankFileError(f"{where}: no dump of a flight recorder: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("entries", []), list) or "version" not in found:
-        raise RankFileError(f"{where}: no dump of a flight recorder: must hold `version` and `entries`")
-    version = str(found["version"]) if isinstance(found["version"], str | float) else ""
+        raise RankFileError(f"{origin}: no dump of a flight recorder: {error}") from None
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list) or "version" not in dump:
+        raise RankFileError(f"{origin}: no dump of a flight recorder: must hold `version` and `entries`")
+    version = str(dump["version"]) if isinstance(dump["version"], str | float) else ""
     if not version.startswith("2."):
-        raise RankFileError(f"{where}: a dump of version {version[:20] or '?'}: 2 is read")
-    entries = [one for one in found.get("entries", [])[-MOST_CALLS:] if isinstance(one, dict)]
-    config = found.get("pg_config")
+        raise RankFileError(f"{origin}: a dump of version {version[:20] or '?'}: 2 is read")
+    entries = [entry for entry in dump.get("entries", [])[-MOST_CALLS:] if isinstance(entry, dict)]
+    config = dump.get("pg_config")
     members = {
         str(name): ranks for name, row in (config.items() if isinstance(config, dict) else ())
-        if isinstance(row, dict) and (ranks := _ranks(row.get("ranks")))
+        if isinstance(row, dict) and (ranks := _read_ranks(row.get("ranks")))
     }  # fmt: skip
-    names = dict(one["process_group"] for one in entries if _pair(one.get("process_group")))
-    calls = _settled(sorted(filter(None, map(_call, entries)), key=lambda call: call.record))
+    names = dict(entry["process_group"] for entry in entries if _is_pair(entry.get("process_group")))
+    calls = _settle(sorted(filter(None, map(_read_call, entries)), key=lambda call: call.record))
     newest: dict[str, int] = {}
     for call in calls:
         if not call.p2p:
             newest[call.group] = max(call.number, newest.get(call.group, 0))
-    status = found.get("pg_status")  # what the ring has lost by now counts, too
+    status = dump.get("pg_status")  # what the ring has lost by now counts, too
     for name, row in status.items() if isinstance(status, dict) else ():
-        if isinstance(row, dict) and _whole(row.get("last_enqueued_collective")):
+        if isinstance(row, dict) and _is_whole(row.get("last_enqueued_collective")):
             newest[str(name)] = max(row["last_enqueued_collective"], newest.get(str(name), 0))
     return RankTrace(rank=rank, calls=calls, groups=members, names=names, enqueued=newest)
 
 
-def _settled(calls: Sequence[Call]) -> tuple[Call, ...]:
+def _settle(calls: Sequence[Call]) -> tuple[Call, ...]:
     """Mark calls as done that a later call proves: the collectives of a group end in their order.
 
     The parts of a coalesced call end with the entry that closes it. In the recorder they stay "scheduled".
     """
     ended: set[str] = set()  # groups with a later collective that is over
     closed: set[str] = set()  # groups whose next collective is a coalesced one that is over
-    found = []
+    settled = []
     for call in reversed(calls):
         over = call.done or (call.group in closed if call.p2p else call.group in ended)
         if not call.p2p:
             (closed.add if over and call.op == "coalesced" else closed.discard)(call.group)
             if over:
                 ended.add(call.group)
-        found.append(call if over == call.done else replace(call, done=over))
-    return tuple(reversed(found))
+        settled.append(call if over == call.done else replace(call, done=over))
+    return tuple(reversed(settled))
 
 
-def _pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(one, str) for one in value)
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(item, str) for item in value)
 
 
-def _ranks(value: Any) -> tuple[int, ...]:
+def _read_ranks(value: Any) -> tuple[int, ...]:
     """Return the ranks of a list, or of its text "[0, 1]"."""
     text = str(value)[:1_000_000] if isinstance(value, str | list | tuple) else ""
-    return tuple(sorted({int(one) for one in re.findall(r"(?<![-\w])\d{1,6}\b", text)}))[:MOST_RANKS]
+    return tuple(sorted({int(number) for number in re.findall(r"(?<![-\w])\d{1,6}\b", text)}))[:MOST_RANKS]
 
 
-def _call(entry: Mapping[str, Any]) -> Call | None:
+def _read_call(entry: Mapping[str, Any]) -> Call | None:
     name, group = entry.get("profiling_name"), entry.get("process_group")
     p2p, created = entry.get("is_p2p") is True, entry.get("time_created_ns")
     number = entry.get("p2p_seq_id" if p2p else "collective_seq_id")
-    if not isinstance(name, str) or not _pair(group) or not _whole(number):
+    if not isinstance(name, str) or not _is_pair(group) or not _is_whole(number):
         return None
     backend, _, op = name[:200].rpartition(":")
     peer = _PEER.match(op)
     over = entry.get("state") == "completed" or (entry.get("retired") is True and backend != "nccl")
     return Call(
         group=group[0][:200] if group else "", number=number or 0, op=peer[1] if peer else op,
-        record=entry["record_id"] if _whole(entry.get("record_id")) else 0, p2p=p2p,
+        record=entry["record_id"] if _is_whole(entry.get("record_id")) else 0, p2p=p2p,
         peer=int(peer[3][:9]) if peer else None,
-        sizes=tuple(tuple(n for n in row[:8] if _whole(n)) for row in _list(entry.get("input_sizes"))[:8]
+        sizes=tuple(tuple(n for n in row[:8] if _is_whole(n)) for row in _list(entry.get("input_sizes"))[:8]
                     if isinstance(row, list | tuple)),
-        dtypes=tuple(str(one)[:20] for one in _list(entry.get("input_dtypes"))[:8] if isinstance(one, str)),
-        done=over, started=entry.get("state") == "started", is_ahead=backend == "nccl", seconds=_duration(entry),
-        created=created / 1e9 if _whole(created) and created else None,
-        frames=_frames(entry),
+        dtypes=tuple(str(dtype)[:20] for dtype in _list(entry.get("input_dtypes"))[:8] if isinstance(dtype, str)),
+        done=over, started=entry.get("state") == "started", is_ahead=backend == "nccl", seconds=_read_duration(entry),
+        created=created / 1e9 if _is_whole(created) and created else None,
+        frames=_read_frames(entry),
     )  # fmt: skip
 
 
@@ -251,29 +251,29 @@ def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _whole(value: Any) -> TypeGuard[int]:
+def _is_whole(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _duration(entry: Mapping[str, Any]) -> float | None:
+def _read_duration(entry: Mapping[str, Any]) -> float | None:
     """Return the seconds on the GPU, by its events (TORCH_NCCL_ENABLE_TIMING) or by polls of the watchdog (0.1 s)."""
     measured = entry.get("duration_ms")
     if isinstance(measured, int | float) and not isinstance(measured, bool) and 0 <= measured < 1e9:
         return measured / 1e3
-    began, over = (entry.get(f"time_discovered_{one}_ns") for one in ("started", "completed"))
-    return (over - began) / 1e9 if _whole(began) and _whole(over) and over >= began > 0 else None
+    began, over = (entry.get(f"time_discovered_{event}_ns") for event in ("started", "completed"))
+    return (over - began) / 1e9 if _is_whole(began) and _is_whole(over) and over >= began > 0 else None
 
 
-def _frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
+def _read_frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the frames of the caller, innermost first. Those of torch itself are used only if there is no other."""
-    rows = [one for one in _list(entry.get("frames")) if isinstance(one, dict)]
-    own = [one for one in rows if "-packages/torch/" not in str(one.get("filename"))]
-    return tuple(map(_frame, (own or rows)[:_FRAMES]))
+    rows = [frame for frame in _list(entry.get("frames")) if isinstance(frame, dict)]
+    user_frames = [frame for frame in rows if "-packages/torch/" not in str(frame.get("filename"))]
+    return tuple(map(_format_frame, (user_frames or rows)[:_FRAMES]))
 
 
-def _frame(one: Mapping[str, Any]) -> str:
-    words = [str(one.get(name, ""))[-120:] for name in ("filename", "line", "name")]
-    return f"{words[0].rpartition('/')[2]}:{words[1]} {words[2]}"
+def _format_frame(frame: Mapping[str, Any]) -> str:
+    parts = [str(frame.get(name, ""))[-120:] for name in ("filename", "line", "name")]
+    return f"{parts[0].rpartition('/')[2]}:{parts[1]} {parts[2]}"
 
 
 def read_file(path: Path) -> RankTrace:
@@ -284,24 +284,24 @@ def read_file(path: Path) -> RankTrace:
     except bounded.TooLargeError as error:
         raise RankFileError(f"{path}: {error}") from None
     # the time of a file that the running job updates; the time of a copied file has no meaning
-    at = path.stat().st_mtime
-    return replace(trace, taken=at if path.name == TRACE.format(rank=rank) else None, written=at)
+    written = path.stat().st_mtime
+    return replace(trace, taken=written if path.name == TRACE.format(rank=rank) else None, written=written)
 
 
 def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[dict[int, R], list[str]]:
     """Read the files of ranks. Return what they contain by rank, and an error for each file that cannot be read."""
-    found: dict[int, R] = {}
+    ranks: dict[int, R] = {}
     wrong = []
-    for path in [one for one in sorted(paths) if _RANK.search(one.name)][:MOST_FILES]:
+    for path in [file for file in sorted(paths) if _RANK.search(file.name)][:MOST_FILES]:
         try:
-            one = read_rank(path)
+            rank_file = read_rank(path)
         except OSError as error:
             wrong.append(f"{path}: {error.strerror}")
         except ValueError as error:
             wrong.append(str(error))
         else:
-            found[one.rank] = one
-    return found, wrong
+            ranks[rank_file.rank] = rank_file
+    return ranks, wrong
 
 
 # Pickles of plain values: numbers, texts, lists, tuples and dicts. No name is imported and nothing is called.

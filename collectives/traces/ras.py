@@ -71,41 +71,41 @@ def read(raw: bytes) -> RasReport:
     text = raw.decode("utf-8", errors="replace")
     start = text.find("{")
     if start >= 0 and '"communicators"' in text[start : start + 4096]:
-        return _json(text[start:])
+        return _read_json(text[start:])
     if '"PEER_' in text:
         raise RasError("events of its monitor in JSON: give them as text")
     if "NCCL DIAG" in text or "=== RAS Diagnostics ===" in text:
         raise RasError("these are its diagnostics: give the file as LOG")
     if not _TEXTS["said"].search(text):
         raise RasError("no answer of NCCL's RAS: neither its JSON nor its text")
-    return _text(text)
+    return _read_text(text)
 
 
-def _json(text: str) -> RasReport:
+def _read_json(text: str) -> RasReport:
     try:
-        found = plain.loads(_TEXTS["no_comma"].sub(r"\1,", text[: text.rindex("}") + 1]))
+        report = plain.loads(_TEXTS["no_comma"].sub(r"\1,", text[: text.rindex("}") + 1]))
     except (plain.PlainError, ValueError) as error:
         raise RasError(f"no answer of NCCL's RAS: {error}") from None
-    rows = found.get("communicators") if isinstance(found, dict) else None
+    rows = report.get("communicators") if isinstance(report, dict) else None
     if not isinstance(rows, list):
         raise RasError("no answer of NCCL's RAS: must hold `communicators`")
     comms = []
     for row in rows:
         if not isinstance(row, dict):
             continue
-        ranks = {one.rank: one for one in (_rank(r, here=True) for r in _rows(row, "ranks")) if one}
-        ranks |= {one.rank: one for one in (_rank(r, here=False) for r in _rows(row, "missing_ranks")) if one}
+        ranks = {rank.rank: rank for rank in (_rank(r, here=True) for r in _read_rows(row, "ranks")) if rank}
+        ranks |= {rank.rank: rank for rank in (_rank(r, here=False) for r in _read_rows(row, "missing_ranks")) if rank}
         identity = f"{row.get('hash')}/{row.get('secondary_hash')}"[:100]
         comms.append(RasComm(id=identity, size=_whole(row.get("size")) or len(ranks), ranks=ranks))
-    ras = found.get("ras")
-    late = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
-    most = max((one.size for one in comms), default=0)
-    return RasReport(comms=tuple(comms), timeouts=late or 0, total=len(comms), most=most)
+    ras = report.get("ras")
+    timeouts = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
+    largest = max((comm.size for comm in comms), default=0)
+    return RasReport(comms=tuple(comms), timeouts=timeouts or 0, total=len(comms), most=largest)
 
 
-def _rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    found = row.get(name)
-    return [one for one in found[:MOST_RANKS] if isinstance(one, dict)] if isinstance(found, list) else []
+def _read_rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    rows = row.get(name)
+    return [item for item in rows[:MOST_RANKS] if isinstance(item, dict)] if isinstance(rows, list) else []
 
 
 def _whole(value: Any) -> int | None:
@@ -155,9 +155,9 @@ class _Text:
         elif line.rstrip() in ("INCOMPLETE", "DEAD", "TIMEOUT"):
             self.comm, self.section = None, line.strip()
         elif (process := _TEXTS["process"].search(line)) and (process[1] or not self.comm):
-            words = "dead" if process[1] or self.section == "DEAD" else "no answer"
+            state = "dead" if process[1] or self.section == "DEAD" else "no answer"
             gpu = int(process[4].split(",")[0] or 0)
-            self.dead.append(RasRank(rank=-1, host=process[3], pid=int(process[2]), gpu=gpu, missing=words))
+            self.dead.append(RasRank(rank=-1, host=process[3], pid=int(process[2]), gpu=gpu, missing=state))
         elif self.comm:
             self.within(line, self.comm)
 
@@ -170,39 +170,39 @@ class _Text:
         elif missing := _TEXTS["missing"].match(line):
             numbers = [int(word) for word in missing[1].split(",") if word.strip().isdecimal()]
             comm.ranks.update({number: RasRank(rank=number, missing="no answer") for number in numbers})
-        elif one := _TEXTS["one"].match(line):
-            self.one(one, comm)
+        elif match := _TEXTS["one"].match(line):
+            self.one(match, comm)
 
-    def one(self, one: re.Match[str], comm: RasComm) -> None:
-        own = int(one[2]) if one[2] else 0 if one[3] else None
-        if own is not None:
+    def one(self, match: re.Match[str], comm: RasComm) -> None:
+        group = int(match[2]) if match[2] else 0 if match[3] else None
+        if group is not None:
             spread = comm.spread.setdefault(self.kind, {})
-            spread[own] = spread.get(own, 0) + 1
-        count = own if own is not None else self.count
-        before = comm.ranks.get(int(one[1]), RasRank(rank=-1))
+            spread[group] = spread.get(group, 0) + 1
+        count = group if group is not None else self.count
+        before = comm.ranks.get(int(match[1]), RasRank(rank=-1))
         added = {self.kind: count} if self.section == "MISMATCH" and count is not None else {}
-        gpu = int(one[4].split(",")[0]) if one[4] and one[4].split(",")[0] else None
-        comm.ranks[int(one[1])] = RasRank(
-            rank=int(one[1]), host=one[6], pid=int(one[5]) if one[5] else None, gpu=gpu,
+        gpu = int(match[4].split(",")[0]) if match[4] and match[4].split(",")[0] else None
+        comm.ranks[int(match[1])] = RasRank(
+            rank=int(match[1]), host=match[6], pid=int(match[5]) if match[5] else None, gpu=gpu,
             counts={**before.counts, **added},
             missing="no answer" if self.section == "INCOMPLETE" else before.missing,
         )  # fmt: skip
 
 
-def _text(text: str) -> RasReport:
+def _read_text(text: str) -> RasReport:
     reader = _Text()
     for line in text.splitlines():
         reader.line(line[:4096])
     timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
-    return RasReport(comms=_placed(tuple(reader.comms.values()), reader.dead), dead=tuple(reader.dead),
+    return RasReport(comms=_place(tuple(reader.comms.values()), reader.dead), dead=tuple(reader.dead),
                      timeouts=int(timeouts[1]) if timeouts else 0, total=max(reader.total, len(reader.comms)),
                      most=max(reader.sizes.values(), default=0))  # fmt: skip
 
 
-def _placed(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:
+def _place(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:
     """Add the process that RAS calls missing or dead to the missing rank, if there is exactly one of each."""
     unique = {(one.host, one.pid): one for one in sorted(processes, key=lambda one: one.missing == "dead")}
-    missing = {rank for comm in comms for rank, one in comm.ranks.items() if one.missing}
+    missing = {rank for comm in comms for rank, member in comm.ranks.items() if member.missing}
     if len(unique) != 1 or len(missing) != 1:
         return comms
     (process,) = unique.values()
@@ -217,36 +217,36 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
 
     Both are empty if all ranks launched the same number. There are no ranks if the report does not identify them.
     """
-    gone = {rank: one.missing for rank, one in comm.ranks.items() if one.missing}
-    kinds = {kind for one in comm.ranks.values() for kind in one.counts} | set(comm.spread)
-    late: dict[int, str] = {}
+    gone = {rank: member.missing for rank, member in comm.ranks.items() if member.missing}
+    kinds = {kind for member in comm.ranks.values() for kind in member.counts} | set(comm.spread)
+    laggards: dict[int, str] = {}
     words = ""
     for kind in sorted(kinds):
-        counts = {rank: one.counts[kind] for rank, one in comm.ranks.items() if kind in one.counts}
+        counts = {rank: member.counts[kind] for rank, member in comm.ranks.items() if kind in member.counts}
         levels = comm.spread.get(kind) or Counter(counts.values())
         if len(levels) < 2:
             continue
-        least, most = min(levels), max(levels)
-        named = {rank for rank, n in counts.items() if n == least}
-        if len(named) < levels[least] and comm.size <= MOST_RANKS:  # the text lists the others: these are the rest
-            rest = set(range(comm.size)) - {rank for rank, n in counts.items() if n != least} - set(gone)
-            named = rest if len(rest) == levels[least] else named
-        late |= dict.fromkeys(named, f"has launched {least} {kind} where others have {most}")
-        words = words or f"{levels[least]} of {comm.size} ranks have launched {least} {kind}, the others up to {most}"
-    late |= {rank: f"is {word} for RAS" if word != "no answer" else "gives no answer to RAS"
+        lowest, most = min(levels), max(levels)
+        ranks = {rank for rank, n in counts.items() if n == lowest}
+        if len(ranks) < levels[lowest] and comm.size <= MOST_RANKS:  # the text lists the others: these are the rest
+            others = set(range(comm.size)) - {rank for rank, n in counts.items() if n != lowest} - set(gone)
+            ranks = others if len(others) == levels[lowest] else ranks
+        laggards |= dict.fromkeys(ranks, f"has launched {lowest} {kind} where others have {most}")
+        words = words or f"{levels[lowest]} of {comm.size} ranks have launched {lowest} {kind}, the others up to {most}"
+    laggards |= {rank: f"is {word} for RAS" if word != "no answer" else "gives no answer to RAS"
              for rank, word in gone.items()}  # fmt: skip
-    return late, words
+    return laggards, words
 
 
 def ask(host: str, port: int) -> bytes:
     """Return the answer of RAS at its socket: JSON if this NCCL supports it, else text. Raises OSError."""
-    found = bytearray()
+    answer = bytearray()
     for command in (b"SET FORMAT json\nVERBOSE STATUS\n", b"VERBOSE STATUS\n"):
-        if b"{" in found:
+        if b"{" in answer:
             break
-        found.clear()
+        answer.clear()
         with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
             connection.sendall(command)
-            while len(found) < MOST_BYTES and (block := connection.recv(1 << 16)):
-                found += block
-    return bytes(found)
+            while len(answer) < MOST_BYTES and (block := connection.recv(1 << 16)):
+                answer += block
+    return bytes(answer)

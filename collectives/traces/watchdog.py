@@ -97,9 +97,9 @@ class _Reader:
         elif place and (status := _TEXTS["status"].search(line)):
             key = place[0], place[1]
             self.enqueued[key] = max(int(status[1]), self.enqueued.get(key, 0))  # -1: none yet
-            at, done = _TEXTS["at"].search(line), _TEXTS["done"].search(line)
-            if at:
-                self.at.setdefault((place[0], int(at[1])), place[1])
+            moment, done = _TEXTS["at"].search(line), _TEXTS["done"].search(line)
+            if moment:
+                self.at.setdefault((place[0], int(moment[1])), place[1])
             elif done and 0 <= int(done[1]) < int(status[1]):  # its calls end in their order: it is in the next
                 self.at.setdefault((place[0], int(done[1]) + 1), place[1])
         elif "CollectiveFingerPrint(" in line and "Detected mismatch" in line:
@@ -114,20 +114,20 @@ class _Reader:
         rank_of = int(named[1]) if named else place[0] if place else None
         if rank_of is not None:
             for name, facts in self.of_ranks.items():
-                if found := _TEXTS[name].search(line):
-                    facts[rank_of] = facts.get(rank_of) or next(filter(None, found.groups()), "")
+                if match := _TEXTS[name].search(line):
+                    facts[rank_of] = facts.get(rank_of) or next(filter(None, match.groups()), "")
         self.before = here
 
     def barrier(self, line: str) -> None:
         """Read a line about ranks that wait for others at a barrier: one in the store, or a monitored one."""
         if missed := _TEXTS["barrier"].search(line):
-            self.report.late.update({int(one): missed[2] for one in missed[1].split(",") if one.strip().isdecimal()})
-        elif found := _TEXTS["joins"].search(line):
-            join = self.report.joins.setdefault(found[3], Join(world=int(found[4])))
-            join.joined, join.over = max(join.joined, int(found[5])), join.over or found[1] == "Timed out"
-            join.ranks.add(int(found[2]))
-        elif found := _TEXTS["joined"].search(line):
-            self.report.joins.pop(found[1], None)
+            self.report.late.update({int(rank): missed[2] for rank in missed[1].split(",") if rank.strip().isdecimal()})
+        elif match := _TEXTS["joins"].search(line):
+            join = self.report.joins.setdefault(match[3], Join(world=int(match[4])))
+            join.joined, join.over = max(join.joined, int(match[5])), join.over or match[1] == "Timed out"
+            join.ranks.add(int(match[2]))
+        elif match := _TEXTS["joined"].search(line):
+            self.report.joins.pop(match[1], None)
 
     def end_of_run(self, line: str) -> None:
         """Read a line about the end of the run: a signal to torchrun, the program, or a call that gloo refused."""
@@ -144,11 +144,11 @@ class _Reader:
         """Read a line about ranks that do not meet, or models that differ. The rank that writes it only waits."""
         rows = self.report.rendezvous
         for name in _MEETING:
-            if found := _TEXTS[name].search(line):
-                words = tuple(filter(None, found.groups())) or rows.get(name, ())
-                if rows.get(name) != words and len(self.report.attempts) < MOST_ATTEMPTS:
+            if match := _TEXTS[name].search(line):
+                values = tuple(filter(None, match.groups())) or rows.get(name, ())
+                if rows.get(name) != values and len(self.report.attempts) < MOST_ATTEMPTS:
                     self.report.attempts.append(line.strip()[:300])
-                rows[name] = words
+                rows[name] = values
                 break
         if counts := _TEXTS["parameters"].search(line):
             for rank, count in ((counts[1], counts[2]), (counts[3], counts[4])):
@@ -158,40 +158,40 @@ class _Reader:
             self.report.models.setdefault(0, f"{shape[2]} of other {shape[3]}")
 
     def work(self, work: re.Match[str], here: tuple[int, str, int] | None, named: re.Match[str] | None) -> None:
-        own, op = int(work[1]), work[3].lower()
-        before = self.before if not here and not named and self.before and self.before[2] == own else None
+        sequence, op = int(work[1]), work[3].lower()
+        before = self.before if not here and not named and self.before and self.before[2] == sequence else None
         place = here or before
-        rank = int(named[1]) if named else place[0] if place else own
+        rank = int(named[1]) if named else place[0] if place else sequence
         sizes = (int(work[4]), int(work[5])) if work[4] else ()
         call = Call(group=place[1] if place else "", number=int(work[2] or 0), op=_name_call(op, sizes),
                     sizes=(sizes[:1],) if sizes else (), p2p=op in ("send", "recv"))  # fmt: skip
         if len(self.timed_out) < MOST:
-            self.timed_out.append(_TimedOutCall(rank, own, bool(named or before), call, _count_members(op, sizes)))
+            self.timed_out.append(_TimedOutCall(rank, sequence, bool(named or before), call, _count_members(op, sizes)))
 
     def clash(self, line: str) -> None:
-        for found in _TEXTS["print"].finditer(line):
-            sizes = tuple(int(n) for n in (found[4] or "").replace(",", " ").split())
-            self.report.clash[int(found[1])] = Call(
-                group="", number=int(found[2] or 0), op=found[3].lower(), dtypes=(found[5],) if found[5] else (),
-                sizes=(sizes,) if found[4] is not None else (),
+        for match in _TEXTS["print"].finditer(line):
+            sizes = tuple(int(n) for n in (match[4] or "").replace(",", " ").split())
+            self.report.clash[int(match[1])] = Call(
+                group="", number=int(match[2] or 0), op=match[3].lower(), dtypes=(match[5],) if match[5] else (),
+                sizes=(sizes,) if match[4] is not None else (),
             )  # fmt: skip
 
     def end(self) -> LogFacts:
         calls: dict[int, dict[str, Call]] = {}
         sizes: dict[str, int] = {}
         prefixed = {(one.own, one.call.number) for one in self.timed_out if one.prefixed}
-        for one in self.timed_out:
-            if not one.prefixed and (one.own, one.call.number) in prefixed:
+        for entry in self.timed_out:
+            if not entry.prefixed and (entry.own, entry.call.number) in prefixed:
                 continue  # the exception says the same once more, without the prefix
-            group = one.call.group or self.at.get((one.rank, one.call.number), "")
-            call, heard = replace(one.call, group=group), calls.setdefault(one.rank, {})
+            group = entry.call.group or self.at.get((entry.rank, entry.call.number), "")
+            call, groups = replace(entry.call, group=group), calls.setdefault(entry.rank, {})
             if group:
-                self.own.setdefault((one.rank, group), one.own)
+                self.own.setdefault((entry.rank, group), entry.own)
             # Of several calls, a rank waits in the first. A line without sizes was cut, so one with sizes is preferred.
-            if group not in heard or (call.number, not call.sizes) < (heard[group].number, not heard[group].sizes):
-                heard[group] = call
-            if group and one.size:
-                sizes[group] = one.size
+            if group not in groups or (call.number, not call.sizes) < (groups[group].number, not groups[group].sizes):
+                groups[group] = call
+            if group and entry.size:
+                sizes[group] = entry.size
         for (rank, number), group in self.at.items():  # the line that names the call itself is not there
             if all(call.number != number for call in calls.get(rank, {}).values()):
                 calls.setdefault(rank, {}).setdefault(group, Call(group=group, number=number, op=UNNAMED))
@@ -210,8 +210,8 @@ class _Reader:
 
     def _shared(self) -> set[str]:
         """Return the names of more than one group: two ranks have the same number in such a group."""
-        seen: dict[tuple[str, int], int] = {}
-        return {name for (rank, name), own in self.own.items() if seen.setdefault((name, own), rank) != rank}
+        owners: dict[tuple[str, int], int] = {}
+        return {name for (rank, name), number in self.own.items() if owners.setdefault((name, number), rank) != rank}
 
 
 def read(lines: Iterable[str]) -> LogFacts:

@@ -19,7 +19,7 @@ from contracts.finding import Interval
 from contracts.layout import Layout
 from contracts.plain import PlainError
 from contracts.tables import read_table
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from planner.forecast.compute import Job
 from planner.forecast.memory import SAFE_SHARE
 from planner.forecast.models import model_from_config
@@ -68,15 +68,15 @@ def parse_calibration(data: Any) -> Calibration:
     if data.get("schema_version") != SCHEMA_VERSION:
         raise CalibrationError(f"schema_version={data.get('schema_version')!r}: this version reads {SCHEMA_VERSION}")
     try:
-        found = plain.read(data, Calibration)
+        calibration = plain.read(data, Calibration)
     except plain.MisfitError as error:
         raise CalibrationError(f"calibration: {error}") from error
-    for name, value in {**asdict(found), **(asdict(found.layer) if found.layer else {})}.items():
+    for name, value in {**asdict(calibration), **(asdict(calibration.layer) if calibration.layer else {})}.items():
         if isinstance(value, int | float) and not 0 < value < 1e30:
             raise CalibrationError(f"{name}={value!r}: must be a positive number")
         if value == "":
             raise CalibrationError(f"{name}='': must be text")
-    return found
+    return calibration
 
 
 def load_calibration(path: Path | str) -> Calibration:
@@ -93,8 +93,8 @@ def load_calibration(path: Path | str) -> Calibration:
 
 def check_device(calibration: Calibration, device: str, precision: str) -> None:
     """Raise CalibrationError if the calibration is for another device or precision."""
-    known = gpu_named(calibration.device)
-    name = known.name if known else calibration.device
+    gpu = find_gpu(calibration.device)
+    name = gpu.name if gpu else calibration.device
     if name != device and not (device == "CPU" and name.startswith("CPU")):
         raise CalibrationError(f"calibration is of {calibration.device!r}, the job runs on {device!r}: calibrate there")
     if calibration.precision != precision:
@@ -117,8 +117,8 @@ def apply_calibration(calibration: Calibration, job: Job) -> Job:
             "vocab_size": 32000,
         })  # fmt: skip
         train = TrainSpec(method="full", sequence_length=timing.sequence)  # without adapters
-        one = replace(job, model=model, train=train, rates=rates)
-        cost = one.layer(Layout(world_size=1), float(timing.tokens))
+        one_layer = replace(job, model=model, train=train, rates=rates)
+        cost = one_layer.layer(Layout(world_size=1), float(timing.tokens))
         took = timing.forward_seconds + timing.backward_seconds
         forward = cost.gemm + cost.attention + cost.elementwise
         back = cost.gemm * (2.0 if timing.method == "full" else 1.0) + cost.attention * 2.5 + cost.elementwise * 2.0

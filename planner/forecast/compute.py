@@ -357,6 +357,6 @@ def head_cost(job: Job, layout: Layout, tokens: float) -> tuple[float, float]:
     lost = _rate_loss(tokens, n, model.hidden, job.constants)
     gemm = 2.0 * tokens * n * model.hidden * lost / (rates.head or rates.gemm)
     made = Engine if rates.device == "CPU" else job.engine  # the CPU constants already include it (docs/decisions/0023)
-    in_parts, whole = made.loss_bytes
-    loss = tokens * n * (in_parts if fused else whole) / rates.hbm
+    in_parts, at_once = made.loss_bytes
+    loss = tokens * n * (in_parts if fused else at_once) / rates.hbm
     return gemm, loss + (gemm if fused and made.loss_again else 0.0)

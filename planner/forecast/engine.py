@@ -64,11 +64,11 @@ def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
     """
     if layers % stages == 0:
         return ()
-    most = -(-layers // stages)
-    missing = most * stages - layers
-    first, last = most - missing // 2, most - (missing + 1) // 2
+    largest = -(-layers // stages)
+    missing = largest * stages - layers
+    first, last = largest - missing // 2, largest - (missing + 1) // 2
     if min(first, last) >= (1 if stages <= layers else 0):
-        return (first, *(most,) * (stages - 2), last)
+        return (first, *(largest,) * (stages - 2), last)
     low, extra = divmod(layers, stages)
     return tuple(low + (1 if i < extra else 0) for i in range(stages))
 
@@ -152,13 +152,13 @@ def _count_weights(model: ModelSpec, train: TrainSpec, layers: float, tp: int, p
     local = layers * layer + ends
     routed = expert_adapters(model, train)
     saved = (trained_weights(model, train) - lora_weights(model, train)) / tp
-    whole = 0.0 if full else saved if pp == 1 else saved / max(1, len(train.saved_modules))  # first or last stage
-    adapters = (lora_weights(model, train, tp) - routed // tp) / pp + whole + routed / (cut * pp)
+    saved_here = 0.0 if full else saved if pp == 1 else saved / max(1, len(train.saved_modules))  # first or last stage
+    adapters = (lora_weights(model, train, tp) - routed // tp) / pp + saved_here + routed / (cut * pp)
     here = layers * mixtures * experts
     return {
         "layers": layers, "layer": layer, "largest": largest, "ends": ends, "local": local,
         "trained": local if full else adapters,
-        "whole": whole,
+        "whole": saved_here,
         "routed": here if ep > 1 else 0.0,
         "routed_trained": (here if full else routed / (cut * pp)) if ep > 1 else 0.0,
     }  # fmt: skip
@@ -296,12 +296,12 @@ class Engine:
         wide, element = share.frozen_bytes, share.element
         unit = max(wide * share.largest, element * share.ends / 2.0)  # embedding and head are two units
         if not share.layout.reshard_after_forward or (share.sharded and share.layout.pp > 1):  # they stay
-            held = wide * share.layers * share.layer + element * share.ends
+            kept_bytes = wide * share.layers * share.layer + element * share.ends
         else:  # the active and the prefetched unit; a layer is next to the head
-            held = unit + (wide * share.largest if self.ends_apart else unit)
+            kept_bytes = unit + (wide * share.largest if self.ends_apart else unit)
         # A unit's full gradient, which FSDP2 also copies in the type that it sends, reordered by rank.
         copies = 1.0 + self.ends_apart * (1.0 if share.in_fp32 else self.gradient_bytes / 2.0)
-        return held + (0.0 if share.adapters else copies * unit)
+        return kept_bytes + (0.0 if share.adapters else copies * unit)
 
     def casts(self, share: Share) -> float:
         """Return the bytes of autocast's half-precision copies of fp32 weights that no FSDP unit casts."""
@@ -361,7 +361,7 @@ class Engine:
 
     def score_bytes(self, share: Share) -> float:
         """Return the bytes per token of stored attention scores."""
-        model, eager, more = share.model, share.train.attention == "eager", 0.0
+        model, eager, repeated = share.model, share.train.attention == "eager", 0.0
         if not eager and (self.attention != "unfused" or share.layout.checkpointing == "selective"):
             return 0.0
         # Softmax output, its dropout output, and a mask of one byte.
@@ -370,16 +370,16 @@ class Engine:
             # transformers' `eager_attention_forward` has no dropout by default. It keeps the softmax output in fp32 and
             # its half-precision copy, and repeats keys and values for all heads.
             each = 4.0 if share.in_fp32 else 6.0
-            more = 2.0 * share.element * (model.heads - model.kv_heads) * model.head_dim
-        return (each * model.heads * longest_row(share.train) + more) / share.layout.tp
+            repeated = 2.0 * share.element * (model.heads - model.kv_heads) * model.head_dim
+        return (each * model.heads * longest_row(share.train) + repeated) / share.layout.tp
 
     def logits(self, share: Share) -> float:
         """Return the bytes of the loss's logits and their gradients."""
         vocab = share.model.vocab
         if not share.layout.fused_cross_entropy:
             return share.tokens * vocab / share.layout.tp * self.logits_bytes
-        whole = share.tokens * vocab / share.layout.tp * 2.0
-        return min(whole, 1024.0 * vocab / share.layout.tp * self.logits_bytes)  # in chunks of 1024 tokens
+        all_bytes = share.tokens * vocab / share.layout.tp * 2.0
+        return min(all_bytes, 1024.0 * vocab / share.layout.tp * self.logits_bytes)  # in chunks of 1024 tokens
 
     def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
         """Return the bytes of node memory that `ranks` ranks use while they load a model file, without page cache.
@@ -475,8 +475,8 @@ _SETS = ("can", "without_gpu", "methods")
 
 def make_engine(base: Engine, traits: Mapping[str, Any]) -> Engine:
     """Return an engine that differs from another in the traits of a TOML table."""
-    made: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in traits.items()}
-    made |= {name: frozenset(made[name]) for name in _SETS if name in made}
-    if "states" in made:
-        made["states"] = StateBytes(*made["states"])
-    return replace(base, **made)
+    members: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in traits.items()}
+    members |= {name: frozenset(members[name]) for name in _SETS if name in members}
+    if "states" in members:
+        members["states"] = StateBytes(*members["states"])
+    return replace(base, **members)

@@ -59,15 +59,15 @@ def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
 # Transport -----------------------------------------------------------------------------------------------------------
 
 
-def find_socket_speed(snapshot: Snapshot | None, wanted: str | None) -> Speed:
+def find_socket_speed(snapshot: Snapshot | None, names: str | None) -> Speed:
     """Return TCP's rate on the job's interface, or on the one NCCL selects; if its rate is unknown, an assumption."""
     facts = snapshot.facts(InterfacesFacts) if snapshot else None
-    name = (wanted or "").removeprefix("=").split(",")[0] or (facts.nccl_choice if facts else None)
-    found = next((i for i in facts.interfaces if i.name == name), None) if facts else None
-    if found is None or not found.speed_bytes_per_second:
+    name = (names or "").removeprefix("=").split(",")[0] or (facts.nccl_choice if facts else None)
+    interface = next((i for i in facts.interfaces if i.name == name), None) if facts else None
+    if interface is None or not interface.speed_bytes_per_second:
         return unknown_network(f"TCP over {name}" if name else "TCP")
-    rate = min(found.speed_bytes_per_second * NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND)
-    wire = found.speed_bytes_per_second * 8 / GIGA
+    rate = min(interface.speed_bytes_per_second * NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND)
+    wire = interface.speed_bytes_per_second * 8 / GIGA
     return Speed(bytes_per_second=rate, how="derived", link=f"TCP over {name}", why=f"an interface of {wire:.4g} Gb/s")
 
 
@@ -162,7 +162,7 @@ _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
 
 def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     """Return the nodes connected by the network only, if a finding says that their NVLink domain is not usable."""
-    parted = any(one.code in _PART_THE_DOMAIN for found in findings.values() for one in found)
+    parted = any(finding.code in _PART_THE_DOMAIN for of_host in findings.values() for finding in of_host)
     if not parted or not any(gpu.nvlink_domain for node in cluster.nodes for gpu in node.gpus):
         return cluster
     return join([
@@ -191,21 +191,21 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
     solved = {code for name in settings for code in _TABLE["solved"].get(name, ())}
     hcas = settings.get("NCCL_IB_HCA", "")
 
-    def is_excluded(one: Finding) -> bool:
-        if not (hcas and one.subject and one.code.startswith("rdma.port.")):
+    def is_excluded(finding: Finding) -> bool:
+        if not (hcas and finding.subject and finding.code.startswith("rdma.port.")):
             return False
         from planner.lint.values import NameList
 
-        device, _, port = one.subject.partition(":")
+        device, _, port = finding.subject.partition(":")
         return not NameList.parse(hcas).takes(device, int(port) if port.isdecimal() else None)
 
     return {
         host: tuple(
-            one for one in found
-            if one.code in RULES and one.code not in solved and not is_excluded(one)
-            and (one.status == Status.FAIL or (one.status == Status.WARN and _HOW.get(one.code) == "clock"))
+            finding for finding in of_host
+            if finding.code in RULES and finding.code not in solved and not is_excluded(finding)
+            and (finding.status == Status.FAIL or (finding.status == Status.WARN and _HOW.get(finding.code) == "clock"))
         )
-        for host, found in findings.items()
+        for host, of_host in findings.items()
     }  # fmt: skip
 
 
@@ -217,39 +217,39 @@ def find_healthy_links(
     If RDMA is off, no probe reads the rate of the ports. The network is then assumed to have as many of the cards as
     the node has ranks, at the rate of the fastest card of their family.
     """
-    named = [one for found in findings.values() for one in found]
-    if any(one.code in _SHOWN and one.code not in _PART_THE_DOMAIN for one in named):
+    listed = [finding for of_host in findings.values() for finding in of_host]
+    if any(finding.code in _SHOWN and finding.code not in _PART_THE_DOMAIN for finding in listed):
         return None
-    off = {one.subject for one in named if _HOW.get(one.code) == "sockets"}
+    off = {finding.subject for finding in listed if _HOW.get(finding.code) == "sockets"}
     if not off or links.network is None or cluster.inter_node_transport in ("rdma", "efa", "nvlink"):
         return links
     pci = snapshots[0].facts(PciFacts) if snapshots else None
     cards = [device for device in (pci.devices if pci else ()) if device.bus_id in off]
-    known = [
+    speeds = [
         nic.bytes_per_second for card in cards for nic in nics()
         if nic.vendor == card.vendor_id and card.device_id in nic.devices and nic.bytes_per_second
     ]  # fmt: skip
-    if not known or len(known) < len(cards):
+    if not speeds or len(speeds) < len(cards):
         return None
     used = min(len(cards), max(1, links.ranks_per_node))
-    rate = used * min(known) * NETWORK_SHARE
-    why = f"{used} cards as the fastest of their family"
-    return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=why))
+    rate = used * min(speeds) * NETWORK_SHARE
+    reason = f"{used} cards as the fastest of their family"
+    return replace(links, network=Speed(bytes_per_second=rate, how="assumed", link="RDMA", why=reason))
 
 
 def apply_findings(
     links: Links, findings: Findings, snapshots: Sequence[Snapshot], *, interface: str | None = None
 ) -> ClusterState:
     """Apply the findings to the links and the slowest GPU; equal hosts share one snapshot."""
-    named = {snapshot.hostname: snapshot for snapshot in snapshots}
+    by_host = {snapshot.hostname: snapshot for snapshot in snapshots}
     alone = snapshots[0] if len(snapshots) == 1 else None
-    hosts = {host: its for host in findings if (its := alone or named.get(host))}
+    hosts = {host: its for host in findings if (its := alone or by_host.get(host))}
     now = ClusterState(links=links, hosts=hosts, interface=interface)
-    for host, found in findings.items():
-        for one in found:
-            if one.code in _SHOWN:
-                where = f" on {one.subject}" if one.subject else ""
-                now.words.append(f"{one.code}{where}: {_SHOWN[one.code]}")
+    for host, of_host in findings.items():
+        for finding in of_host:
+            if finding.code in _SHOWN:
+                place = f" on {finding.subject}" if finding.subject else ""
+                now.words.append(f"{finding.code}{place}: {_SHOWN[finding.code]}")
             else:
-                _SLOW[_HOW[one.code]](now, host, one)
+                _SLOW[_HOW[finding.code]](now, host, finding)
     return now

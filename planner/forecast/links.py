@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from contracts.tables import read_table
-from hardware.gpus import Gpu, gpu_named
+from hardware.gpus import Gpu, find_gpu
 from hardware.units import GIGA
 from planner.forecast.specs import PlanError
 from topology.graph import ClusterTopology, NodeTopology
@@ -40,13 +40,13 @@ class Speed:
     within: tuple[float, float] | None = None  # minimum and maximum, if no probe knows the rate
 
     def __str__(self) -> str:
-        why = f" ({self.why})" if self.why else ""
-        return f"{self.link} {self.bytes_per_second / GIGA:.3g} GB/s: {self.how}{why}"
+        reason = f" ({self.why})" if self.why else ""
+        return f"{self.link} {self.bytes_per_second / GIGA:.3g} GB/s: {self.how}{reason}"
 
 
-def unknown_network(link: str, why: str = "no NIC rate known") -> Speed:
+def unknown_network(link: str, reason: str = "no NIC rate known") -> Speed:
     """Return the assumed rate of a network that was not measured and whose NIC rate is unknown."""
-    return Speed(bytes_per_second=_CONSTANTS["assumed_tcp"], how="assumed", link=link, why=why,
+    return Speed(bytes_per_second=_CONSTANTS["assumed_tcp"], how="assumed", link=link, why=reason,
                  within=(_CONSTANTS["unknown_least"], _CONSTANTS["unknown_most"]))  # fmt: skip
 
 
@@ -110,10 +110,10 @@ class Links:
 
     def all_reduce_seconds(self, total_bytes: float, size: int, stride: int, messages: float = 1.0) -> float:
         """Return the seconds of one all-reduce: reduce-scatter and all-gather; for many nodes a tree with few steps."""
-        whole = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
+        transfer = 2.0 * self.ring_seconds(total_bytes, size, stride, 0.0)
         steps = min(size - 1, 64)
         alpha = self.alpha_intra_seconds if (size - 1) * stride < self.ranks_per_node else self.alpha_inter_seconds
-        return whole + 2.0 * messages * steps * alpha
+        return transfer + 2.0 * messages * steps * alpha
 
     def send_seconds(self, size_bytes: float, stride: int, stages: int = 2) -> float:
         """Return the seconds to send to the next pipeline stage, `stride` ranks further, over the slowest boundary.
@@ -161,15 +161,15 @@ def _find_measured(measurements: Sequence[Measurement], *, across: bool) -> tupl
     gather = best.get("all_gather") or best["reduce_scatter"]
     scatter = best.get("reduce_scatter") or gather
     rate = gather.busbw_bytes_per_second
-    why = f"{gather.op} of {gather.bytes} bytes over {len(gather.ranks)} ranks"
-    return rate, why, scatter.busbw_bytes_per_second / rate
+    source = f"{gather.op} of {gather.bytes} bytes over {len(gather.ranks)} ranks"
+    return rate, source, scatter.busbw_bytes_per_second / rate
 
 
 def _measure_alpha(measurements: Sequence[Measurement]) -> float | None:
     """Return the latency per ring step from the smallest verified all-gather within one host."""
     small = [m for m in measurements if m.verified and m.op in _RING_OPS and len(m.ranks) > 1 and m.bytes <= 1 << 16]
-    least = min(small, key=lambda m: m.bytes, default=None)
-    return least.median_seconds / (len(least.ranks) - 1) if least else None
+    smallest = min(small, key=lambda m: m.bytes, default=None)
+    return smallest.median_seconds / (len(smallest.ranks) - 1) if smallest else None
 
 
 def _find_expected(node: NodeTopology, scope: str) -> float | None:
@@ -182,7 +182,7 @@ def _find_island(node: NodeTopology) -> tuple[int, Speed]:
     sizes = [len(island.gpus) for island in node.islands if len(island.gpus) > 1]
     if not sizes:
         return 1, Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
-    usable, gpu = sum(gpu.usable for gpu in node.gpus), gpu_named(node.gpus[0].model)
+    usable, gpu = sum(gpu.usable for gpu in node.gpus), find_gpu(node.gpus[0].model)
     size = min(min(sizes), usable) if sum(sizes) >= usable > 0 else 1
     derived = _find_expected(node, "island")
     table = gpu.busbw_of(size) if gpu and gpu.interconnect != "PCIe" else None
@@ -204,7 +204,7 @@ def _choose_lower(derived: float | None, table: float | None, link: str, gpu: Gp
 def _find_node_speed(cluster: ClusterTopology, node: NodeTopology, island: Speed, island_size: int) -> Speed:
     if island_size >= sum(gpu.usable for gpu in node.gpus) > 1:
         return island
-    derived, gpu = _find_expected(node, "node"), gpu_named(node.gpus[0].model)
+    derived, gpu = _find_expected(node, "node"), find_gpu(node.gpus[0].model)
     table = gpu.busbw_of(len(node.gpus)) if gpu and gpu.interconnect == "PCIe" else None
     speed = Speed(bytes_per_second=ASSUMED_PCIE_BYTES_PER_SECOND, how="assumed", link="PCIe")
     if derived or table:
@@ -214,13 +214,13 @@ def _find_node_speed(cluster: ClusterTopology, node: NodeTopology, island: Speed
 
 def _limit_to_links(speed: Speed, cluster: ClusterTopology) -> Speed:
     """Limit a speed to the slowest probed GPU link, with a note if a link runs below its slot."""
-    known = [
+    rates = [
         (carries, node, g) for node in cluster.nodes for g in node.gpus
         if g.usable and (carries := g.pcie_running_bytes_per_second or g.pcie_bytes_per_second)
     ]  # fmt: skip
-    if not known:
+    if not rates:
         return speed
-    carries, node, gpu = min(known, key=lambda one: one[0])
+    carries, node, gpu = min(rates, key=lambda rate: rate[0])
     slowed = gpu.pcie_running_bytes_per_second is not None
     name = gpu.name if len(cluster.nodes) == 1 else f"{gpu.name} of {node.hostname}"
     runs = f"{name} {'runs at' if slowed else 'has'} {gpu.pcie_link}"
@@ -237,9 +237,9 @@ def _find_host_speed(cluster: ClusterTopology, gpu: Gpu | None) -> Speed:
     """Return the rate of one rank to host memory: NVLink-C2C to a Grace CPU, else half of the slowest GPU link."""
     if gpu and gpu.grace:
         return GRACE
-    whole = _limit_to_links(replace(HOST, bytes_per_second=math.inf), cluster)
-    half = whole.bytes_per_second * _CONSTANTS["host_share"]
-    return HOST if math.isinf(half) else replace(whole, bytes_per_second=half)
+    upstream = _limit_to_links(replace(HOST, bytes_per_second=math.inf), cluster)
+    half = upstream.bytes_per_second * _CONSTANTS["host_share"]
+    return HOST if math.isinf(half) else replace(upstream, bytes_per_second=half)
 
 
 def _count_domain_ranks(cluster: ClusterTopology, per_node: int) -> int:
@@ -252,20 +252,20 @@ def _count_domain_ranks(cluster: ClusterTopology, per_node: int) -> int:
         return per_node * len(cluster.nodes)
     domains = [next((gpu.nvlink_domain for gpu in node.gpus if gpu.usable), None) for node in cluster.nodes]
     together = [(domain, len(list(nodes))) for domain, nodes in itertools.groupby(domains)]
-    least = min(count for _, count in together)
-    if least < 2 or any(domain is None for domain, _ in together):
+    fewest = min(count for _, count in together)
+    if fewest < 2 or any(domain is None for domain, _ in together):
         return 0
-    return per_node * (1 << (least.bit_length() - 1))
+    return per_node * (1 << (fewest.bit_length() - 1))
 
 
 def _find_network(cluster: ClusterTopology) -> Speed:
     transport = cluster.inter_node_transport
     link = _LINKS.get(transport, str(transport))
     if cluster.inter_node_bytes_per_second:
-        rate, why = cluster.inter_node_bytes_per_second * NETWORK_SHARE, f"NIC rates x {NETWORK_SHARE}"
+        rate, source = cluster.inter_node_bytes_per_second * NETWORK_SHARE, f"NIC rates x {NETWORK_SHARE}"
         if link == "TCP" and rate > TCP_CEILING_BYTES_PER_SECOND:
-            rate, why = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
-        return Speed(bytes_per_second=rate, how="derived", link=link, why=why)
+            rate, source = TCP_CEILING_BYTES_PER_SECOND, "what NCCL's sockets reach, however fast the NICs"
+        return Speed(bytes_per_second=rate, how="derived", link=link, why=source)
     offered = [{n.kind for n in node.nics if n.kind in ("hca", "efa")} for node in cluster.nodes]
     common = set.intersection(*offered)
     rates = [sum(n.rate_bytes_per_second or 0.0 for n in node.nics if n.kind in common) for node in cluster.nodes]
@@ -297,7 +297,7 @@ def links_of(
     else:
         different = {id(each.gpus): each for each in cluster.nodes}.values()  # copies of a node share their GPUs
         islands = [(each, *_find_island(each)) for each in different if each.gpus]
-        weakest, size, island = min(islands, key=lambda found: (found[1], found[2].bytes_per_second))
+        weakest, size, island = min(islands, key=lambda entry: (entry[1], entry[2].bytes_per_second))
         node = _find_node_speed(cluster, weakest, island, size)
     if inside:
         node = Speed(bytes_per_second=inside[0], how="measured", link=node.link, why=inside[1])
@@ -318,5 +318,5 @@ def links_of(
         ranks_per_node=per_node, nodes=nodes, island_size=size, island=island, node=node, network=network,
         alpha_intra_seconds=alpha if alpha is not None else start,
         alpha_inter_seconds=max(across_start, alpha or 0.0), scatter_share=share,
-        host=_find_host_speed(cluster, gpu_named(first.gpus[0].model if first.gpus else None)),
+        host=_find_host_speed(cluster, find_gpu(first.gpus[0].model if first.gpus else None)),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from planner.forecast.specs import PlanError
@@ -42,17 +42,17 @@ _PUNCTUATION = re.compile(r"[\W_]")
 @cache
 def _rows_by_name() -> dict[str, Known]:
     """Return the rows of the catalogue by their names and aliases, without punctuation."""
-    return {_PUNCTUATION.sub("", one.lower()): row for row in catalogue() for one in (row.name, *row.aliases)}
+    return {_PUNCTUATION.sub("", name.lower()): row for row in catalogue() for name in (row.name, *row.aliases)}
 
 
 def machine(name: str) -> Known:
     """Return a row of the catalogue by name or alias; Azure also writes `Standard_` before its names."""
-    wanted = name.strip().lower().removeprefix("standard_")
-    if row := _rows_by_name().get(_PUNCTUATION.sub("", wanted)):
+    query = name.strip().lower().removeprefix("standard_")
+    if row := _rows_by_name().get(_PUNCTUATION.sub("", query)):
         return row
-    near = difflib.get_close_matches(wanted, [row.name for row in catalogue()], n=3, cutoff=0.4)
+    near = difflib.get_close_matches(query, [row.name for row in catalogue()], n=3, cutoff=0.4)
     hint = "; --sweep compares several machines" if "," in name else f"; nearest: {', '.join(near)}" if near else ""
-    gpu = re.sub(r"(?<=[a-z])(?=[0-9])", " ?", re.sub(r"\A\d+x|[\W_]", "", wanted))  # rtx4090 is named "RTX 4090"
+    gpu = re.sub(r"(?<=[a-z])(?=[0-9])", " ?", re.sub(r"\A\d+x|[\W_]", "", query))  # rtx4090 is named "RTX 4090"
     if with_gpu := [row.name for row in catalogue() if gpu and re.search(rf"\b{gpu}\b", row.gpu.lower())]:
         hint = f"; with this GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses fewer of its GPUs)"
     raise MachineError(
@@ -94,14 +94,14 @@ def _join_by_cpus(a: GpuNode, b: GpuNode | NicNode) -> Pair:
 
 
 def _is_nvidia(row: Known) -> bool:
-    gpu = gpu_named(row.gpu)
+    gpu = find_gpu(row.gpu)
     return gpu is None or gpu.maker == "NVIDIA"
 
 
 def get(name: str, hostname: str | None = None) -> NodeTopology:
     """Return one node of the catalogue as a topology. For planning, it is equivalent to a probed one."""
     row = machine(name)
-    gpu = gpu_named(row.gpu)
+    gpu = find_gpu(row.gpu)
     gpus = tuple(
         GpuNode(
             name=f"GPU{i}",
@@ -126,14 +126,14 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
     fewest = min(row.links_per_pair, default=0)
     linked = f"NV{fewest}" if _is_nvidia(row) else "XGMI"
     pairs = _make_pairs(row, gpus, nics, nvlink_bytes_per_second(gpu.compute_capability if gpu else None))
-    whole = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
+    island = Island(gpus=tuple(each.name for each in gpus), all_to_all=True, nvlinks_per_pair=(linked,))
     joined = mark_through_neighbours(gpus, tuple(pairs)) if row.nvlinks else tuple(pairs)
     return with_expectations(NodeTopology(
         hostname=hostname or row.name,
         gpus=gpus,
         nics=nics,
         pairs=joined,
-        islands=islands(gpus, joined) if row.nvlinks else (whole,) if fewest else (),
+        islands=islands(gpus, joined) if row.nvlinks else (island,) if fewest else (),
         nearest_nic=nearest_nic(gpus, nics, joined),
         cpu_count=row.cpus,
         numa_nodes=2,
@@ -187,12 +187,12 @@ def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
         )
     if count == len(node.gpus):
         return node
-    chosen = usable[:count]
-    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in chosen}
+    gpus = usable[:count]
+    dropped = {gpu.name for gpu in node.gpus} - {gpu.name for gpu in gpus}
     pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
     nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
     return replace(
-        node, gpus=chosen, pairs=pairs, islands=islands(chosen, pairs), nearest_nic=nearest, rails=rails(nearest),
+        node, gpus=gpus, pairs=pairs, islands=islands(gpus, pairs), nearest_nic=nearest, rails=rails(nearest),
         expectations=(),
     )  # fmt: skip
 

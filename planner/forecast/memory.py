@@ -55,7 +55,7 @@ def memory_parts(
     gathered = engine.gathered(share)
     layer, activations, logits = _count_stored(engine, share, first_stage=first_stage)
     gradients, activations, logits = _count_backward(engine, share, gradients, layer, activations, logits)
-    held = in_weights + gradients + optimizer + gathered + activations + logits
+    live = in_weights + gradients + optimizer + gathered + activations + logits
     several = layout.world_size > 1
     buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
     return MemoryParts(
@@ -66,7 +66,7 @@ def memory_parts(
         activations=activations,
         logits=logits,
         # CUDA's caching allocator; on a CPU the job counts allocations (finetune/recorder.py, return_freed)
-        fragmentation=0.0 if on_cpu else held * (FRAGMENTATION - 1.0),
+        fragmentation=0.0 if on_cpu else live * (FRAGMENTATION - 1.0),
         reserved=0.0 if on_cpu else _RESERVED_BYTES + several * RESERVED_RANKS_BYTES + buckets,
         context=_CPU_BYTES if on_cpu else _CONTEXT_BYTES + several * NCCL_BYTES,
     )
@@ -108,20 +108,20 @@ def checkpoint_bytes(model: ModelSpec, train: TrainSpec, *, in_fp32: bool) -> fl
     A full fine-tune stores weights in fp32, PEFT its adapters; modules that PEFT trains fully keep the model's type.
     """
     trained = trained_weights(model, train)
-    whole = 0 if train.method == "full" else trained - lora_weights(model, train)
-    return 3.0 * (4.0 * (trained - whole) + (4.0 if in_fp32 else 2.0) * whole)
+    saved = 0 if train.method == "full" else trained - lora_weights(model, train)
+    return 3.0 * (4.0 * (trained - saved) + (4.0 if in_fp32 else 2.0) * saved)
 
 
 STORAGE_BYTES_PER_SECOND = 125.0 * 2**20  # if unknown: default throughput of a gp3 volume (AWS, EBS volumes)
 
 
-def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None, least: int) -> int:
+def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second: float | None, shortest: int) -> int:
     """Return the seconds that saving may take after SIGTERM: the current step, plus the time to write to storage.
 
     If a checkpoint is being written when the signal arrives, it is completed first, so two checkpoints are counted.
     """
     needed = math.ceil(step_seconds + 2 * checkpoint_bytes / (bytes_per_second or STORAGE_BYTES_PER_SECOND))
-    return max(least, needed)
+    return max(shortest, needed)
 
 
 def micro_batches_held(layout: Layout) -> float:

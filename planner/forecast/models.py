@@ -69,13 +69,13 @@ def model_named(name: str) -> ModelSpec:
     raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
 
 
-def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, *, least: int = 1) -> int:
+def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, *, minimum: int = 1) -> int:
     for name in names:
         value = config.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ModelError(f"config.json: {name}={value!r}: must be a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ModelError(f"config.json: {name}={value!r}: must be a whole number of at least {minimum}")
         if value > 10**8:
             raise ModelError(f"config.json: {name}={value}: larger than any model has (100 million at most)")
         return value
@@ -145,18 +145,18 @@ def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any
 
 def _rename_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of an unknown architecture under Llama's key names (models.toml, `usual_names`)."""
-    made = dict(config)
+    renamed = dict(config)
     for usual, others in _TABLES["usual_names"].items():
-        found = next((config[one] for one in (usual, *others) if config.get(one) is not None), None)
-        if found is not None:
-            made[usual] = found
+        value = next((config[key] for key in (usual, *others) if config.get(key) is not None), None)
+        if value is not None:
+            renamed[usual] = value
     if config.get("multi_query") and not config.get("new_decoder_architecture"):  # Falcon and GPTBigCode
-        made["num_key_value_heads"] = 1
-    made["gated_mlp"] = made.get("hidden_act") in _TABLES["gated_activations"]
-    made.setdefault("attention_bias", not made["gated_mlp"])
-    if isinstance(hidden := made.get("hidden_size"), int):
-        made.setdefault("intermediate_size", 4 * hidden)
-    return made
+        renamed["num_key_value_heads"] = 1
+    renamed["gated_mlp"] = renamed.get("hidden_act") in _TABLES["gated_activations"]
+    renamed.setdefault("attention_bias", not renamed["gated_mlp"])
+    if isinstance(hidden := renamed.get("hidden_size"), int):
+        renamed.setdefault("intermediate_size", 4 * hidden)
+    return renamed
 
 
 def _read_quantisation(config: Mapping[str, Any]) -> str:
@@ -216,26 +216,26 @@ def _read_rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
         raise ModelError(f"config.json: rope_parameters={parameters!r}: must be an object")
-    each = [one for one in parameters.values() if isinstance(one, Mapping)] or [parameters]
-    return tuple(sorted({str(one.get("rope_type") or one.get("type") or "default") for one in each}))
+    each = [entry for entry in parameters.values() if isinstance(entry, Mapping)] or [parameters]
+    return tuple(sorted({str(entry.get("rope_type") or entry.get("type") or "default") for entry in each}))
 
 
 def _read_indices(config: Mapping[str, Any], name: str) -> list[int]:
     """Return a list of layer indices."""
-    named = config.get(name) or []
-    if not isinstance(named, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in named):
-        raise ModelError(f"config.json: {name}={named!r:.80}: must be a list of whole numbers")
-    return named
+    indices = config.get(name) or []
+    if not isinstance(indices, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in indices):
+        raise ModelError(f"config.json: {name}={indices!r:.80}: must be a list of whole numbers")
+    return indices
 
 
 def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> int:
     """Count the layers of a mixture without experts: the first, all except every n-th, or listed ones."""
     if family in _FAMILIES["shared"]:
-        return min(layers, _whole(config, ("first_k_dense_replace",), default=0, least=0))
+        return min(layers, _whole(config, ("first_k_dense_replace",), default=0, minimum=0))
     if family == "llama4":
         step = _whole(config, ("interleave_moe_layer_step",))
-        named = _read_indices(config, "moe_layers") or range(step - 1, layers, step)
-        return layers - len({i for i in named if 0 <= i < layers})
+        indices = _read_indices(config, "moe_layers") or range(step - 1, layers, step)
+        return layers - len({i for i in indices if 0 <= i < layers})
     if family not in ("qwen3_moe", "qwen2_moe"):
         return 0
     step = _whole(config, ("decoder_sparse_step",), default=1)

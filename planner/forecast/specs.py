@@ -76,8 +76,8 @@ def mixer_columns(model: ModelSpec) -> float:
     The columns of Mamba-2 are the outputs of its first projection, of its scan, and of the norm after it.
     """
     heads, values, share = model.heads, model.value_dim or model.head_dim, model.mamba_layers / model.layers
-    own = heads if model.kv_rank else model.kv_heads  # latent attention expands its keys for every head
-    attention = float(heads * model.head_dim + own * (model.head_dim + values) + heads * values)
+    kv_heads = heads if model.kv_rank else model.kv_heads  # latent attention expands its keys for every head
+    attention = float(heads * model.head_dim + kv_heads * (model.head_dim + values) + heads * values)
     return (1.0 - share) * attention + share * (4.0 * model.mamba_columns + model.mamba_inputs)
 
 
@@ -114,19 +114,19 @@ def weights(model: ModelSpec) -> Weights:
     mlp = active = dense = matrices * h * model.ffn
     routed = 0
     if model.experts:
-        one, every = matrices * h * model.expert_ffn, h * model.experts
+        expert, every = matrices * h * model.expert_ffn, h * model.experts
         if model.family == "gpt_oss":  # biases of the experts and the router
-            one, every = one + (matrices - 1) * model.expert_ffn + h, every + model.experts
+            expert, every = expert + (matrices - 1) * model.expert_ffn + h, every + model.experts
         if model.shared_expert_ffn:  # Qwen's has a gate with one column
             gate = h if model.family == "qwen2_moe" else 0
             every += matrices * h * model.shared_expert_ffn + gate
-        routed = model.experts * one
-        mlp, active = routed + every, model.experts_per_token * one + every
+        routed = model.experts * expert
+        mlp, active = routed + every, model.experts_per_token * expert + every
     positions = (model.max_positions or 0) * h if model.family == "gpt2" else 0
     mamba = model.mamba_layers
     mixers = ((attention_products(model), model.layers - mamba), (mamba_products(model), mamba))
     return Weights(
-        mixer_per_layer=round(sum(into * out * n for made, n in mixers for into, out in made) / model.layers),
+        mixer_per_layer=round(sum(into * out * n for shapes, n in mixers for into, out in shapes) / model.layers),
         mlp_per_layer=mlp,
         active_mlp_per_layer=active,
         routed_per_layer=routed,
@@ -163,12 +163,12 @@ def lora_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     ffn, layers = model.ffn, model.layers
 
-    def mlp(whole: int, split: int) -> int:
+    def mlp(inputs: int, split: int) -> int:
         """One MLP matrix over all layers; in a mixture, only the parts outside the routed experts."""
         if not model.experts:
-            return layers * (whole + ffn // split)
-        shared = whole + model.shared_expert_ffn // split if model.shared_expert_ffn else 0
-        return (layers - model.dense_layers) * shared + model.dense_layers * (whole + ffn // split)
+            return layers * (inputs + ffn // split)
+        shared = inputs + model.shared_expert_ffn // split if model.shared_expert_ffn else 0
+        return (layers - model.dense_layers) * shared + model.dense_layers * (inputs + ffn // split)
 
     sides = {
         "q_proj": layers * (h + q // tp), "k_proj": layers * (h + kv // tp), "v_proj": layers * (h + kv // tp),
@@ -198,11 +198,11 @@ def trained_weights(model: ModelSpec, train: TrainSpec) -> int:
     """Return the weights with a gradient."""
     if train.method == "full":
         return weights(model).total
-    whole = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
-    unknown = [name for name in train.saved_modules if name not in whole]
+    sizes = {"embed_tokens": model.vocab * model.hidden, "lm_head": model.vocab * model.hidden}
+    unknown = [name for name in train.saved_modules if name not in sizes]
     if unknown:
-        raise PlanError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(whole)}")
-    return lora_weights(model, train) + sum(whole[name] for name in train.saved_modules)
+        raise PlanError(f"saved_modules={unknown[0]!r}: allowed are {', '.join(sizes)}")
+    return lora_weights(model, train) + sum(sizes[name] for name in train.saved_modules)
 
 
 Histogram = tuple[tuple[int, int], ...]

@@ -335,17 +335,17 @@ def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     gathers, regathers, scatters = job.engine.count_exchanges(job.train, layout)
     copied = 0.0
     if step.on_cpu:  # fully_shard waits for each gloo collective where it launches it (torch _fsdp_collectives.py)
-        ahead, behind, late = gather_once, again, scatter
+        ahead, behind, scattering = gather_once, again, scatter
         # A gather copies the shard into a buffer and the result out again; a scatter does the same.
         once_copied = (2.0 + 2.0 / share.group) / job.rates.hbm
         copied = once_copied * (gathered * (gathers + regathers) + reduced * scatters) / layout.gradient_accumulation
     else:
         ahead = _expose(gather_once, micro.forward, loss) + gather_once / max(1.0, share.layers)
-        shown = _expose(again + scatter, micro.backward, loss)
-        late = shown * scatter / (again + scatter) if scatter else 0.0
-        behind = shown - late
-        late += scatter / max(1.0, share.layers)
-    reduce = scatters * late
+        exposed = _expose(again + scatter, micro.backward, loss)
+        scattering = exposed * scatter / (again + scatter) if scatter else 0.0
+        behind = exposed - scattering
+        scattering += scatter / max(1.0, share.layers)
+    reduce = scatters * scattering
     if layout.dp_replicate > 1:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
@@ -404,11 +404,11 @@ def _time_pipeline(step: StepInputs, micro: _MicroBatchTimes, gather: float) -> 
         return 0.0, 0.0
     gathered_micro = gather / layout.gradient_accumulation
     bubble = (layout.pp - 1) / layout.virtual_stages * (micro.forward + micro.backward - micro.head + gathered_micro)
-    one = step.job.links.send_seconds(step.message_bytes, strides(layout)[3], layout.pp)
+    message = step.job.links.send_seconds(step.message_bytes, strides(layout)[3], layout.pp)
     waits = 2.0 if layout.virtual_stages == 1 else 0.5 * layout.virtual_stages
-    send = one * (2.0 * (layout.pp - 1) + waits * layout.gradient_accumulation)
+    send = message * (2.0 * (layout.pp - 1) + waits * layout.gradient_accumulation)
     hiding = micro.forward + micro.backward  # all chunks of a micro-batch; a slow network is busy for longer
-    return bubble, max(send, (2.0 * layout.virtual_stages * one - hiding) * layout.gradient_accumulation)
+    return bubble, max(send, (2.0 * layout.virtual_stages * message - hiding) * layout.gradient_accumulation)
 
 
 def _time_optimizer(step: StepInputs, micro: _MicroBatchTimes) -> tuple[float, float]:

@@ -50,19 +50,19 @@ class JobError(ValueError):
 
 def quantity(text: str) -> Decimal | None:
     """Return the number of a Kubernetes quantity ("500m", "96Gi", "1e3"); None if invalid or negative."""
-    found = _QUANTITY.fullmatch(text)
-    if found is None:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
         return None
-    number, suffix = Decimal(found[1]), found[2] or ""
+    number, suffix = Decimal(match[1]), match[2] or ""
     if suffix in _BINARY:
         return number * Decimal(1 << _BINARY[suffix])
     return number.scaleb(_DECIMAL.get(suffix, 0) if suffix in _DECIMAL else int(suffix[1:] or 0))
 
 
-def toleration(taint: str) -> dict[str, str]:
+def parse_toleration(taint: str) -> dict[str, str]:
     """Return the toleration for a taint KEY[=VALUE][:EFFECT]; default effect NoSchedule. Raises JobError."""
-    rest, colon, effect = taint.partition(":")
-    key, equals, value = rest.partition("=")
+    pair, colon, effect = taint.partition(":")
+    key, equals, value = pair.partition("=")
     allowed = _has_form("label_key", key) and _has_form("label_value", value) and (not colon or effect in _EFFECTS)
     if not allowed:
         raise JobError(f"--tolerate {taint!r}: must be KEY[=VALUE][:EFFECT] with EFFECT one of {', '.join(_EFFECTS)}")
@@ -70,10 +70,10 @@ def toleration(taint: str) -> dict[str, str]:
     return {"key": key, **matched, "effect": effect or "NoSchedule"}
 
 
-def check_form(form: str, what: str, value: str) -> None:
+def check_form(form: str, setting: str, value: str) -> None:
     """Raise JobError if a value does not match a format of names.toml; `what` ("name=") precedes it in the message."""
     if not _has_form(form, value):
-        raise JobError(f"{what}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
+        raise JobError(f"{setting}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
 
 
 def _has_form(form: str, value: str) -> bool:
@@ -81,10 +81,10 @@ def _has_form(form: str, value: str) -> bool:
     return len(value) <= row.get("most", len(value)) and re.fullmatch(row["pattern"], value) is not None
 
 
-def check_size(what: str, size: str) -> None:
+def check_size(setting: str, size: str) -> None:
     """Raise JobError if a size is not a quantity above 0 (bytes or cores)."""
     if not quantity(size):  # None, or 0
-        raise JobError(f"{what}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
+        raise JobError(f"{setting}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
 
 
 def storage_rate(word: str | None) -> float | None:
@@ -164,7 +164,7 @@ class JobSpec:
         for key, value in self.node_selector.items():
             check_form("label_value", f"label {key}=", value)
         for taint in self.tolerate:
-            toleration(taint)
+            parse_toleration(taint)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -191,10 +191,10 @@ class JobSpec:
     @property
     def tolerations(self) -> list[dict[str, str]]:
         """Tolerations of the pods, as in a pod spec."""
-        return [toleration(taint) for taint in self.tolerate]
+        return [parse_toleration(taint) for taint in self.tolerate]
 
 
-def from_advice(
+def make_job_spec(
     advice: Recommendation,
     *,
     name: str,
@@ -247,8 +247,8 @@ def family(resource: str, names: Collection[str]) -> list[str]:
     if resource != "rdma/*":
         return [name for name in names if name.startswith(resource.removesuffix("*"))]
     for prefix in ("rdma/", "openshift.io/", "nvidia.com/"):
-        if found := [name for name in names if name.startswith(prefix) and not _GPU.match(name)]:
-            return found
+        if members := [name for name in names if name.startswith(prefix) and not _GPU.match(name)]:
+            return members
     return []
 
 
@@ -258,12 +258,12 @@ Document = dict[str, Any]
 NETWORKS_ANNOTATION = "k8s.v1.cni.cncf.io/networks"
 
 
-def mappings(document: Any) -> Iterator[Document]:
+def list_mappings(document: Any) -> Iterator[Document]:
     """Yield every mapping in a document or a list of documents; outer mappings come before the inner ones."""
     if isinstance(document, dict):
         yield document
-    for one in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
-        yield from mappings(one)
+    for member in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from list_mappings(member)
 
 
 # The label with the job's name that each API's controller sets on the pods.
@@ -317,8 +317,8 @@ _Loader.add_constructor("!json-lines", partial(_dump_json, indent=2))
 def _drop_empty(value: Any) -> Any:
     """Return the value without mapping members that are None, which a template writes for unused settings."""
     if isinstance(value, dict):
-        return {key: _drop_empty(one) for key, one in value.items() if one is not None}
-    return [_drop_empty(one) for one in value] if isinstance(value, list) else value
+        return {key: _drop_empty(member) for key, member in value.items() if member is not None}
+    return [_drop_empty(item) for item in value] if isinstance(value, list) else value
 
 
 @cache
@@ -348,8 +348,8 @@ def _templates() -> Any:
 def from_template(template: str, **values: Any) -> tuple[Document, ...]:
     """Return the parsed documents of a template that is rendered with these values."""
     text = _templates().get_template(f"{template}.yaml.j2").render(values)
-    found = yaml.load_all(text, Loader=_Loader)
-    return tuple(_drop_empty(document) for document in found if document is not None)
+    documents = yaml.load_all(text, Loader=_Loader)
+    return tuple(_drop_empty(document) for document in documents if document is not None)
 
 
 def _render_job(api: str, spec: JobSpec) -> tuple[Document, ...]:

@@ -39,22 +39,22 @@ def _fit(node: NodeView, names: Iterable[str]) -> set[str]:
     left = set(names)
     routed = {link.name for link in node.links if link.kind == "vrf"}  # allows a macvlan on its members
     joined = {link.name for link in node.links if link.master is not None and link.master not in routed}
-    for wanted in (left - joined, {name for name, _ in _list_ports(node)}):
-        left = left & wanted or left
+    for names_of_network in (left - joined, {name for name, _ in _list_ports(node)}):
+        left = left & names_of_network or left
     return left
 
 
 def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
     """Return the ranges that overlap a subnet of these nodes, as text with the interface; empty if none does."""
-    found = [
+    attached = [
         f"{network} ({link.name} of {node.hostname} has {there})"
         for node in map(_make_view, snapshots) for link in node.links for network in networks for there in subnets(link)
         if ipaddress.ip_network(network).overlaps(there)
     ]  # fmt: skip
-    return some(found)
+    return some(attached)
 
 
-def attached(
+def attach(
     advice: Recommendation,
     snapshots: Sequence[Snapshot],
     *,
@@ -72,24 +72,24 @@ def attached(
     rails = [[port for name, port in _list_ports(node) if name in interfaces] for node in nodes]
     if not all(rails):
         return advice
-    seen = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
-    needs = [setting("rails.network", name, seen) for name in networks]
+    evidence = f"net1 to net{len(networks)}: {', '.join(interfaces)}"
+    needs = [setting("rails.network", name, evidence) for name in networks]
     if resource:
-        needs.append(setting("rails.resource", f"{resource}: 1", seen))
-    pod_settings = _make_settings(advice.backend, nodes, rails, seen, len(networks))
-    named = {each.name for each in pod_settings}
-    others = [each for each in advice.settings if each.name not in named]
-    notes = tuple(note for note in advice.notes if note.topic not in named)
+        needs.append(setting("rails.resource", f"{resource}: 1", evidence))
+    pod_settings = _make_settings(advice.backend, nodes, rails, evidence, len(networks))
+    set_here = {each.name for each in pod_settings}
+    others = [each for each in advice.settings if each.name not in set_here]
+    notes = tuple(note for note in advice.notes if note.topic not in set_here)
     return replace(advice, needs=(*advice.needs, *needs), settings=(*pod_settings, *others), notes=notes)
 
 
 def _make_settings(
-    backend: str, nodes: Sequence[NodeView], rails: Sequence[Sequence[PortView]], seen: str, count: int
+    backend: str, nodes: Sequence[NodeView], rails: Sequence[Sequence[PortView]], evidence: str, count: int
 ) -> list[Setting]:
     if backend != "nccl":
-        return [setting("rails.gloo", "net1", seen)]
+        return [setting("rails.gloo", "net1", evidence)]
     name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
-    made = [setting("rails.first", name, seen)]
+    settings = [setting("rails.first", name, evidence)]
     values, has_others = set(), False
     for node, ports in zip(nodes, rails, strict=True):
         choice = PortChoice(chosen=tuple(ports), secondary={port.device.name: "net1" for port in ports})
@@ -98,8 +98,8 @@ def _make_settings(
     # With several values the nodes name their HCAs differently, so no single list is correct. Without other ports
     # NCCL chooses these by itself, and a list of names can become wrong.
     if len(values) == 1 and has_others:
-        made.append(setting("rails.hcas", values.pop(), seen))
-    return [*made, setting("rails.apart", "0", seen)]
+        settings.append(setting("rails.hcas", values.pop(), evidence))
+    return [*settings, setting("rails.apart", "0", evidence)]
 
 
 def _list_ports(node: NodeView) -> list[tuple[str, PortView]]:
@@ -146,8 +146,8 @@ def from_snapshots(
     nodes have no such port in common.
     """
     nodes = [_make_view(snapshot) for snapshot in snapshots]
-    found = [_list_roce_mtus(node) for node in nodes]
-    suitable = [_fit(node, mtus) for node, mtus in zip(nodes, found, strict=True)]
+    mtus_of_nodes = [_list_roce_mtus(node) for node in nodes]
+    suitable = [_fit(node, mtus) for node, mtus in zip(nodes, mtus_of_nodes, strict=True)]
     common = sorted(set.intersection(*suitable)) if suitable else []
     layers = [{view.port.link_layer for view in node.default_ports()} for node in nodes]
     infiniband = bool(layers) and all("InfiniBand" in of_node for of_node in layers)
@@ -167,11 +167,11 @@ def from_snapshots(
         host_mofed = True
     return NetworkSpec(
         interfaces=tuple(common), ports=tuple(sorted(ports)), infiniband=infiniband, namespace=namespace,
-        mtu_bytes=min((mtus[name] for mtus in found for name in common), default=1500), host_mofed=host_mofed,
+        mtu_bytes=min((mtus[name] for mtus in mtus_of_nodes for name in common), default=1500), host_mofed=host_mofed,
     )  # fmt: skip
 
 
-def seen_from_a_pod(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
+def list_pod_netdevs(snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """Return the RoCE netdevs whose names exist only inside a pod, so a network for them is not valid on the node."""
     inside = {
         link.name for node in map(_make_view, snapshots) for link in node.links
@@ -189,13 +189,13 @@ def _list_netdevs(node: NodeView, name: str) -> tuple[str, ...]:
 
 def _list_roce_mtus(node: NodeView) -> dict[str, int]:
     mtus = {link.name: link.mtu_bytes for link in node.links}
-    found: dict[str, int] = {}
+    devices: dict[str, int] = {}
     for view in node.default_ports():
         if view.port.link_layer == "Ethernet" and view.port.netdev:
             name = view.device.bond or view.port.netdev  # the kernel creates no macvlan on a member of a bond
-            known = view.port.netdev_mtu_bytes if name == view.port.netdev else None
-            found[name] = known or mtus.get(name) or 1500
-    return found
+            mtu = view.port.netdev_mtu_bytes if name == view.port.netdev else None
+            devices[name] = mtu or mtus.get(name) or 1500
+    return devices
 
 
 def network(spec: NetworkSpec) -> tuple[Document, ...]:

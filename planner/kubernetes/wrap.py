@@ -16,7 +16,7 @@ from typing import Any
 
 from contracts.tables import read_texts
 from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
-from planner.kubernetes.yaml_edit import documents, extended
+from planner.kubernetes.yaml_edit import documents, extend
 from planner.nccl_env import RESERVED
 from planner.nccl_env.situation import Setting
 
@@ -61,8 +61,8 @@ class Part:
     @property
     def command(self) -> list[str]:
         """The container's command and arguments."""
-        words = [*_get(self.container, "command"), *_get(self.container, "args")]
-        return [word for word in words if isinstance(word, str)]
+        command = [*_get(self.container, "command"), *_get(self.container, "args")]
+        return [word for word in command if isinstance(word, str)]
 
     @property
     def resources(self) -> Document:
@@ -89,8 +89,8 @@ class Part:
     @property
     def gpus(self) -> int | None:
         """Number of GPUs of a pod; None if it requests none or the number is not an integer."""
-        found = [str(count) for name, count in self.limits.items() if _GPU.fullmatch(name)]
-        return sum(map(int, found)) if found and all(count.isdecimal() for count in found) else None
+        counts = [str(count) for name, count in self.limits.items() if _GPU.fullmatch(name)]
+        return sum(map(int, counts)) if counts and all(count.isdecimal() for count in counts) else None
 
 
 def asks_for_gpus(resources: Mapping[str, Any]) -> bool:
@@ -140,34 +140,34 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     }
     jobs = [job for each in objects if (job := _parse_job(each, configs)) is not None]
     places = {(job.kind, job.name): at for at, job in enumerate(jobs)}
-    for at, job in enumerate(jobs):
-        if job.kind == "TrainJob" and (of_runtime := places.get(_runtime_of(job))) is not None:
+    for index, job in enumerate(jobs):
+        if job.kind == "TrainJob" and (of_runtime := places.get(_get_runtime(job))) is not None:
             runtime = jobs[of_runtime]  # its pods are those of the TrainJob
             nodes, ranks = job.nodes or runtime.nodes, job.ranks_per_node or runtime.ranks_per_node
-            is_shared = sum(_runtime_of(each) == _runtime_of(job) for each in jobs if each.kind == "TrainJob") > 1
-            for place in (at,) if is_shared else (at, of_runtime):
+            is_shared = sum(_get_runtime(each) == _get_runtime(job) for each in jobs if each.kind == "TrainJob") > 1
+            for place in (index,) if is_shared else (index, of_runtime):
                 jobs[place] = replace(jobs[place], nodes=nodes, ranks_per_node=ranks)
     if not jobs:
         kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
         hint = _text(next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), "by_hand"))
-        held = ", ".join(kinds) or "no Kubernetes object and no line with #!"
-        raise WrapError(_text("no_job", held=held, known=", ".join(_KINDS), hint=hint))
+        found_kinds = ", ".join(kinds) or "no Kubernetes object and no line with #!"
+        raise WrapError(_text("no_job", held=found_kinds, known=", ".join(_KINDS), hint=hint))
     return tuple(jobs)
 
 
-def _runtime_of(job: Job) -> tuple[str, str]:
+def _get_runtime(job: Job) -> tuple[str, str]:
     """Return kind and name of the runtime that a TrainJob refers to."""
-    named = _get(job.document, "spec", "runtimeRef")
-    return str(named.get("kind", "ClusterTrainingRuntime")), str(named.get("name"))
+    reference = _get(job.document, "spec", "runtimeRef")
+    return str(reference.get("kind", "ClusterTrainingRuntime")), str(reference.get("name"))
 
 
-def others_in(manifest: list[Any]) -> list[str]:
+def note_others(manifest: list[Any]) -> list[str]:
     """Return a note for each object that trains or requests GPUs, but whose kind is not supported."""
     asks = re.compile(r"'containers':.*'(nvidia|amd)\.com/(gpu|mig-[^']*)':")  # a GPU in the repr of a mapping
-    known = (*_KINDS, "AppWrapper")
+    kinds = (*_KINDS, "AppWrapper")
     return [f"{each['kind']}/{_get_name(each)}: left alone: {_text(_OTHERS.get(str(each['kind']), 'by_hand'))}"
             for each in _list_objects(manifest) if each.get("kind") in _OTHERS or (
-                each.get("kind", known[0]) not in known and asks.search(str(each)))]  # fmt: skip
+                each.get("kind", kinds[0]) not in kinds and asks.search(str(each)))]  # fmt: skip
 
 
 def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[str]]:
@@ -178,41 +178,41 @@ def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[st
     end = "" if text.endswith("\n") else "\n"  # of the last line; it is removed from the result
     manifest = documents(text + end)
     notes: list[str] = []
-    for job, wanted in zip(jobs_in(manifest), additions, strict=True):
-        if wanted is None:
+    for job, added in zip(jobs_in(manifest), additions, strict=True):
+        if added is None:
             continue
         for part in job.parts:
-            _Wrapper(job, part, wanted, notes).run()
-        for name, value in wanted.annotations.items():
+            _Wrapper(job, part, added, notes).run()
+        for name, value in added.annotations.items():
             annotations = _ensure(_ensure(job.document, "metadata", {}), "annotations", {})
             annotations.setdefault(f"{PREFIX}/{name}", value)
-    return extended(text + end, manifest).removesuffix(end), list(dict.fromkeys(notes))
+    return extend(text + end, manifest).removesuffix(end), list(dict.fromkeys(notes))
 
 
 class _Wrapper:
     """Changes one part in place. Existing values are not changed; a note names the recommended value instead."""
 
-    def __init__(self, job: Job, part: Part, wanted: Additions, notes: list[str]) -> None:
-        self._job, self._part, self._wanted, self._notes = job, part, wanted, notes
+    def __init__(self, job: Job, part: Part, additions: Additions, notes: list[str]) -> None:
+        self._job, self._part, self._wanted, self._notes = job, part, additions, notes
         self._container, self._security = part.container, _get(part.container, "securityContext")
         self._body = _get(part.pod, "spec")
 
     def run(self) -> None:
         """Make all additions."""
-        part, wanted = self._part, self._wanted
+        part, additions = self._part, self._wanted
         self._add_variables()
         if empty := ", ".join(name for name, count in part.limits.items() if count is None):
             self._note("no_number", names=empty)
-        if wanted.settings and _MPIRUN.search(" ".join(self._job.command)):
+        if additions.settings and _MPIRUN.search(" ".join(self._job.command)):
             self._note("mpirun")
         self._add_resources()
         if part.pod is None:
             self._note("of_runtime")
             return
-        for need in wanted.needs:
+        for need in additions.needs:
             self._add_need(part.pod, need)
         self._add_gate()
-        if wanted.monitor:
+        if additions.monitor:
             self._add_monitor_files()
         if part.restart == "Never":
             self._note("never")
@@ -291,21 +291,21 @@ class _Wrapper:
     # -- resources
 
     def _add_resources(self) -> None:
-        wanted = dict(self._wanted.resources)
+        resources = dict(self._wanted.resources)
         for need in self._wanted.needs:
             name, _, count = need.value.partition(": ")
-            if need.name == "resource" and not _GPU.fullmatch(name) and not family(name, list(wanted)):
-                wanted[name] = count
+            if need.name == "resource" and not _GPU.fullmatch(name) and not family(name, list(resources)):
+                resources[name] = count
         part = self._part
         if part.resources.get("claims"):
-            if wanted:
-                self._note("claims", names=", ".join(wanted))
+            if resources:
+                self._note("claims", names=", ".join(resources))
             return
         has = part.requested
-        if part.pod is None and not has and wanted and not asks_for_gpus(wanted):
-            self._note("resources_of_runtime", names=", ".join(wanted))
+        if part.pod is None and not has and resources and not asks_for_gpus(resources):
+            self._note("resources_of_runtime", names=", ".join(resources))
             return
-        for name, count in wanted.items():
+        for name, count in resources.items():
             there = family(name, list(has)) if name.endswith("/*") else [name] if name in has else []
             if there:
                 present = str(has[there[0]])
@@ -317,7 +317,7 @@ class _Wrapper:
                 self._note("huge_pages", name=name, value=count)
             else:  # Kubernetes sets the request of an extended resource to its limit
                 _ensure(_ensure(self._container, part.resources_key, {}), "limits", {})[name] = count
-        if self._lacks_rdma({*has, *wanted}):
+        if self._lacks_rdma({*has, *resources}):
             self._note("no_rdma")
 
     def _lacks_rdma(self, names: set[str]) -> bool:
@@ -340,10 +340,10 @@ class _Wrapper:
         if need.name == "shm_bytes":
             self._add_shared_memory(int(need.value), reason)
         elif need.name == "network" and not self._body.get("hostNetwork"):
-            made = _ensure(_ensure(pod, "metadata", {}), "annotations", {})
-            there = made.get(NETWORKS_ANNOTATION)
+            annotations = _ensure(_ensure(pod, "metadata", {}), "annotations", {})
+            there = annotations.get(NETWORKS_ANNOTATION)
             if there is None:
-                made[NETWORKS_ANNOTATION] = need.value
+                annotations[NETWORKS_ANNOTATION] = need.value
             elif need.value not in str(there):
                 present = f"network {there} is set in the manifest"
                 self._note("present", present=present, value=need.value, reason=reason)
@@ -384,8 +384,8 @@ class _Wrapper:
         added = _get(self._security, "capabilities", "add")
         if self._security.get("privileged") or {name, "ALL", f"CAP_{name}"} & set(added):
             return
-        made = _ensure(self._container, "securityContext", {})
-        _ensure(_ensure(made, "capabilities", {}), "add", []).append(name)
+        context = _ensure(self._container, "securityContext", {})
+        _ensure(_ensure(context, "capabilities", {}), "add", []).append(name)
         if self._security.get("runAsNonRoot"):
             self._note("not_root", name=name)
 
@@ -425,8 +425,8 @@ class _Wrapper:
 
     def _add_init_container(self, **members: Any) -> None:
         """Add an init container without members that are empty."""
-        made = {key: copy.deepcopy(value) for key, value in members.items() if value}
-        _ensure(self._body, "initContainers", []).append(made)
+        container = {key: copy.deepcopy(value) for key, value in members.items() if value}
+        _ensure(self._body, "initContainers", []).append(container)
 
     def _list_shm_mounts(self) -> list[Document]:
         mounts = _get(self._container, "volumeMounts")
@@ -482,11 +482,11 @@ def _get_name(document: Document) -> str:
     return str(metadata.get("name") or str(metadata.get("generateName", "")).rstrip("-"))
 
 
-def _member(spec: Document, *path: str) -> Any:
+def _get_member(spec: Document, *path: str) -> Any:
     """Return a member of the spec that the API requires. Raises KeyError with its path if it is missing or empty."""
-    if not (found := _get(spec, *path)):
+    if not (value := _get(spec, *path)):
         raise KeyError(".".join(("spec", *path)))
-    return found
+    return value
 
 
 def _parse_number(value: Any) -> int | None:
@@ -526,30 +526,30 @@ def _parse_job(document: Document, configs: dict[str, Any]) -> Job | None:
 
 def _parse_parts(kind: str, name: str, spec: Document) -> Iterator[Part]:
     if kind == "TrainJob":
-        _member(spec, "runtimeRef", "name")
+        _get_member(spec, "runtimeRef", "name")
         trainer = spec.setdefault("trainer", {})
         nodes = _parse_number(trainer.get("numNodes"))
         yield Part(f"{kind}/{name}", None, trainer, nodes, resources_key="resourcesPerNode")
         return
-    for where, template, pods, restart in _list_templates(kind, spec):
+    for place, template, pods, restart in _list_templates(kind, spec):
         if (main := _find_trainer(kind, template["spec"]["containers"])) is not None:
-            yield Part(f"{kind}/{name}{where}", template, main, pods, restart)
+            yield Part(f"{kind}/{name}{place}", template, main, pods, restart)
 
 
 def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, int | None, str | None]]:
     """Yield name, pod template, number of pods and restart policy of each group of pods."""
     if kind == "PyTorchJob":
-        for role, each in _member(spec, "pytorchReplicaSpecs").items():
+        for role, each in _get_member(spec, "pytorchReplicaSpecs").items():
             restart = str(each.get("restartPolicy", "OnFailure"))
             yield f" {role}", each["template"], _parse_number(each.get("replicas", 1)), restart
     elif kind == "Job" and "tasks" in spec:  # a Job of Volcano
-        for each in _member(spec, "tasks"):
+        for each in _get_member(spec, "tasks"):
             yield f" {each.get('name')}", each["template"], _parse_number(each.get("replicas", 1)), None
     elif kind == "Job":
-        yield "", _member(spec, "template"), _parse_number(spec.get("parallelism", 1)), None
+        yield "", _get_member(spec, "template"), _parse_number(spec.get("parallelism", 1)), None
     else:
         of_jobs = ("template", "spec", "replicatedJobs") if kind.endswith("Runtime") else ("replicatedJobs",)
-        for each in _member(spec, *of_jobs):
+        for each in _get_member(spec, *of_jobs):
             labels = _get(each["template"], "metadata", "labels")
             if str(labels.get(_STEP, "trainer")) != "trainer":  # a step that downloads the dataset or the model
                 continue
@@ -561,21 +561,21 @@ def _list_templates(kind: str, spec: Document) -> Iterator[tuple[str, Document, 
 
 def _find_trainer(kind: str, containers: Sequence[Document]) -> Document | None:
     """Return the training container: the one with the API's name, else the one with GPUs, else the only one."""
-    named = [each for each in containers if each.get("name") == _MAIN.get(kind)]
+    main = [each for each in containers if each.get("name") == _MAIN.get(kind)]
     with_gpus = [each for each in containers if any(map(_GPU.fullmatch, _get(each, "resources", "limits")))]
-    for found in (named, with_gpus, containers if kind != "TrainingRuntime" else []):
-        if len(found) == 1:
-            return found[0]
+    for candidates in (main, with_gpus, containers if kind != "TrainingRuntime" else []):
+        if len(candidates) == 1:
+            return candidates[0]
     return None
 
 
 def _list_files(parts: Sequence[Part], configs: dict[str, Any]) -> dict[str, str]:
     """Return the files of the manifest's ConfigMaps by container path; `configmap:NAME` has the keys of a ConfigMap."""
-    found = {f"configmap:{name}": " ".join(map(str, data)) for name, data in configs.items()}
+    files = {f"configmap:{name}": " ".join(map(str, data)) for name, data in configs.items()}
     for part in parts:
         volumes = {each.get("name"): each for each in _get(part.pod, "spec", "volumes")}
         for mount in _get(part.container, "volumeMounts"):
             config = _get(volumes.get(mount.get("name")), "configMap").get("name")
             for key, text in configs.get(str(config), {}).items():
-                found[f"{str(mount.get('mountPath')).rstrip('/')}/{key}"] = str(text)
-    return found
+                files[f"{str(mount.get('mountPath')).rstrip('/')}/{key}"] = str(text)
+    return files

@@ -36,7 +36,7 @@ def documents(text: str) -> list[Any]:
     return load_all(text, most_aliases=MOST_ALIASES)
 
 
-def extended(text: str, target: list[Any]) -> str:
+def extend(text: str, target: list[Any]) -> str:
     """Return the text with the additions in `target`: new keys of mappings, new items at the end of lists.
 
     The text must end with a newline. Raises EditError if a value in `target` is another one than in the text, or if an
@@ -46,10 +46,10 @@ def extended(text: str, target: list[Any]) -> str:
     edits, nodes = _Edits(text), list(yaml.compose_all(text, yaml.SafeLoader))  # a list keeps the ids of all nodes
     for node, old, new in zip(nodes, before, target, strict=True):
         edits.compare(node, old, new)
-    made = edits.apply()
+    edited = edits.apply()
     with suppress(YamlTextError):
-        if repr(documents(made)) == repr(target):  # values and types: "1" differs from 1
-            return made
+        if repr(documents(edited)) == repr(target):  # values and types: "1" differs from 1
+            return edited
     raise EditError("the text cannot be changed line by line; write anchors, merges and long scalars of it out")
 
 
@@ -64,10 +64,10 @@ class _Edits:
     def apply(self) -> str:
         """Return the text with all changes."""
         newline = "\r\n" if "\r\n" in self._text else "\n"
-        made, at = "", 0
+        text, offset = "", 0
         for start, stop, new in sorted(self._edits, key=lambda edit: edit[0]):
-            made, at = made + self._text[at:start] + new.replace("\n", newline), stop
-        return made + self._text[at:]
+            text, offset = text + self._text[offset:start] + new.replace("\n", newline), stop
+        return text + self._text[offset:]
 
     def compare(self, node: Any, old: Any, new: Any, *, in_brackets: bool = False) -> None:
         """Insert the additions of `new` to `old`, whose text is at `node`."""
@@ -82,34 +82,34 @@ class _Edits:
                     self.compare(values[str(key)], old[key], new[key], in_brackets=node.flow_style)
             added = {key: new[key] for key in new if key not in old}
         elif isinstance(old, list) and isinstance(new, list):
-            for inside, one, other in zip(node.value, old, new, strict=False):
-                self.compare(inside, one, other, in_brackets=node.flow_style)
+            for inside, before, other in zip(node.value, old, new, strict=False):
+                self.compare(inside, before, other, in_brackets=node.flow_style)
             added = new[len(old) :]
         elif old is None and new is not None:
             self._fill(node, new, in_brackets=in_brackets)
         if added and node.flow_style:
             self._insert_in_brackets(node, added)
         elif added:
-            at = (node.value[0] if isinstance(old, list) else node.value[0][0]).start_mark.index
+            start = (node.value[0] if isinstance(old, list) else node.value[0][0]).start_mark.index
             if isinstance(old, list):  # its dash; PyYAML gives an alias the place of its anchor
-                at = self._text.rfind("-", 0, max(at, node.start_mark.index + 1))
-            self._insert(_find_end(self._text, node), added, at - self._text.rfind("\n", 0, at) - 1)
+                start = self._text.rfind("-", 0, max(start, node.start_mark.index + 1))
+            self._insert(_find_end(self._text, node), added, start - self._text.rfind("\n", 0, start) - 1)
 
     def _fill(self, node: Any, new: Any, *, in_brackets: bool) -> None:
         """Insert a value after a key without one, such as `metadata:`, or replace `null`."""
         start, stop = node.start_mark.index, node.end_mark.index
         if node.value or in_brackets:
-            made = _dump(new, as_json=_starts_with_quotes(self._text))
-            self._edits.append((start, stop, made if node.value else f" {made}"))
+            text = _dump(new, as_json=_starts_with_quotes(self._text))
+            self._edits.append((start, stop, text if node.value else f" {text}"))
             return
         line = self._text[self._text.rfind("\n", 0, start) + 1 : start]
         self._insert(start, new, len(line) - len(line.lstrip(" -")) + 2)
 
     def _insert(self, end: int, added: Any, indent: int) -> None:
         """Insert lines after the line of `end`."""
-        at = self._text.index("\n", end) + 1
+        start = self._text.index("\n", end) + 1
         rows = _dump(added, flow=False).splitlines()
-        self._edits.append((at, at, "".join(f"{' ' * indent if row else ''}{row}\n" for row in rows)))
+        self._edits.append((start, start, "".join(f"{' ' * indent if row else ''}{row}\n" for row in rows)))
 
     def _insert_in_brackets(self, node: Any, added: Any) -> None:
         """Insert after the last member: as JSON if the words are in double quotes, in lines if that member is."""

@@ -74,12 +74,12 @@ class _Texts(yaml.SafeLoader):
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """Return the text, its line, and whether quotes or a tag mark it as a string."""
-        found, style = super().construct_scalar(node), getattr(node, "style", "")
-        if isinstance(found, str):
-            found = Plain(found) if style is None else Text(found)
-            if style == "|" or "\n" not in found.strip():
-                found.line = node.start_mark.line + (2 if style in ("|", ">") else 1)
-        return found
+        value, style = super().construct_scalar(node), getattr(node, "style", "")
+        if isinstance(value, str):
+            value = Plain(value) if style is None else Text(value)
+            if style == "|" or "\n" not in value.strip():
+                value.line = node.start_mark.line + (2 if style in ("|", ">") else 1)
+        return value
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML's classes carry it
         "<": [("tag:yaml.org,2002:merge", re.compile(r"<<\Z"))]
@@ -105,7 +105,7 @@ def _parse(text: str, kind: str, first: int) -> list[Any]:
         raise EnvironmentTextError(str(error)) from None
 
 
-def _without_templates(text: str, first: int) -> tuple[list[str], list[Unread]]:
+def _remove_templates(text: str, first: int) -> tuple[list[str], list[Unread]]:
     """Remove Helm and Jinja templates: lines with only a template are dropped, values become unknown (OPEN).
 
     Returns a text with the first branch of each condition, and more until each branch is in one of them; and the
@@ -128,15 +128,15 @@ def _without_templates(text: str, first: int) -> tuple[list[str], list[Unread]]:
         row = "" if drops else pattern("template").sub(OPEN, row)
         rows.append((row, {block: last[block] for block in inside}))
     texts: list[str] = []
-    left = [(at, *row) for at, row in enumerate(rows, start=first)]
+    left = [(number, *row) for number, row in enumerate(rows, start=first)]
     while left and len(texts) < _MOST_BRANCHES:
         # Take the branches that have the first line that is in no text yet. Each other condition takes its next branch.
-        taken = [left[0][2].get(block, min(len(texts), most)) for block, most in enumerate(last)]
-        shown = [all(taken[block] == branch for block, branch in own.items()) for _, own in rows]
+        taken = [left[0][2].get(block, min(len(texts), highest)) for block, highest in enumerate(last)]
+        shown = [all(taken[block] == branch for block, branch in branches.items()) for _, branches in rows]
         texts.append("\n".join(row if shows else "" for (row, _), shows in zip(rows, shown, strict=True)))
-        left = [each for each in left if each[1].strip() and any(taken[at] != own for at, own in each[2].items())]
-    why = f"only {_MOST_BRANCHES} branches of the template are read"
-    return texts or [""], [Unread(line=at, why=why) for at, row, _ in left if NAMED.search(row)]
+        left = [each for each in left if each[1].strip() and any(taken[at] != branch for at, branch in each[2].items())]
+    reason = f"only {_MOST_BRANCHES} branches of the template are read"
+    return texts or [""], [Unread(line=number, why=reason) for number, row, _ in left if NAMED.search(row)]
 
 
 def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Script]]:
@@ -145,43 +145,43 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
     Settings that only a later branch of a template has are conditional. Raises EnvironmentTextError.
     """
     is_template = kind == "yaml" and re.search(r"\{[{%]", text) is not None
-    texts, unread = _without_templates(text, first) if is_template else ([text], [])
+    texts, unread = _remove_templates(text, first) if is_template else ([text], [])
     branches = [_parse(each, kind, first) for each in texts]
-    found: dict[str, Script] = {}
+    scripts: dict[str, Script] = {}
     for number, documents in enumerate(branches):
         for source, script in _Walk(documents).found.items():
-            before = found.setdefault(source, Script() if number else script)
+            before = scripts.setdefault(source, Script() if number else script)
             if number:
-                more = {name: each for name, each in script.always.items() if each != before.always.get(name)}
-                before.ways += [(f"branch {number + 1} of the template", more)] if more else []
+                changed = {name: each for name, each in script.always.items() if each != before.always.get(name)}
+                before.ways += [(f"branch {number + 1} of the template", changed)] if changed else []
                 for part in ("ways", "inner", "findings", "unread", "files"):
-                    known = getattr(before, part)
-                    known.extend(each for each in getattr(script, part) if each not in known)
+                    listed = getattr(before, part)
+                    listed.extend(each for each in getattr(script, part) if each not in listed)
     if unread:
-        found.setdefault("document", Script()).unread += unread
-    return _form(branches[0], kind), found
+        scripts.setdefault("document", Script()).unread += unread
+    return _name_form(branches[0], kind), scripts
 
 
-def _compare_replicas(found: Mapping[str, Script]) -> None:
+def _compare_replicas(scripts: Mapping[str, Script]) -> None:
     """Add a finding for each variable that two groups of pods of a job must share, and do not."""
     groups: dict[tuple[str, str], list[Script]] = {}
-    for place, script in found.items():
+    for place, script in scripts.items():
         if match := pattern("replicas").match(place):
             groups.setdefault((match[1], match[2]), []).append(script)
     for first, second in itertools.combinations(groups, 2):
-        for mine, other in ((first, second), (second, first)) if first[0] == second[0] else ():
-            theirs = {name: each.value for one in groups[other] for name, each in one.always.items()}
+        for group, other in ((first, second), (second, first)) if first[0] == second[0] else ():
+            theirs = {name: each.value for sibling in groups[other] for name, each in sibling.always.items()}
             files = [file for each in groups[other] for file in each.files if not file.startswith("Secret ")]
-            for script, name in itertools.product(groups[mine], () if files else VALUES["names"]["same_on_all_ranks"]):
+            for script, name in itertools.product(groups[group], () if files else VALUES["names"]["same_on_all_ranks"]):
                 value, its = script.always.get(name, Assigned(name)).value, theirs.get(name, "")
                 # Two values are reported once. 0 is the default; the other pods of Volcano or a leader may have no rank
-                reports = mine == first if its else value != "0" and mine[0].startswith("PyTorchJob")
+                reports = group == first if its else value != "0" and group[0].startswith("PyTorchJob")
                 if value and value != its and OPEN not in value + its and reports:
-                    words = f"have {name}={its}" if its else "do not set it"
-                    script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=words))
+                    effect = f"have {name}={its}" if its else "do not set it"
+                    script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=effect))
 
 
-def _form(documents: list[Any], kind: str) -> str:
+def _name_form(documents: list[Any], kind: str) -> str:
     """Return the name of the format, such as "Kubernetes manifest"."""
     tops = [each for each in documents if isinstance(each, dict)]
     if any("apiVersion" in each or ("kind" in each and "metadata" in each) for each in tops):
@@ -200,7 +200,7 @@ class _Walk:
         self._included: list[tuple[Script, str, str]] = []  # of each envFrom or `extends`: such a name, and its prefix
         self._references: list[tuple[Script, Assigned, dict[Any, Any]]] = []  # configMapKeyRef
         self._read_shell = cache(read_shell)  # a script with an anchor occurs several times
-        self._compose = _form(documents, "") == "Compose file"
+        self._compose = _name_form(documents, "") == "Compose file"
         self._kubernetes = any(isinstance(each, dict) and "kind" in each for each in documents)
         for document in documents:
             self._visit(document, title(document), 0)
@@ -212,18 +212,18 @@ class _Walk:
         configs = {name: self._at(place) for place, name in self._configs.items()}
         for script, each, reference in self._references:
             config = configs.get(f"ConfigMap {reference.get('name')}", Script())
-            if script.always.get(each.name) is each and (found := config.always.get(str(reference.get("key")))):
-                script.always[each.name] = found._replace(name=each.name)
+            if script.always.get(each.name) is each and (entry := config.always.get(str(reference.get("key")))):
+                script.always[each.name] = entry._replace(name=each.name)
         included = [each for each in self._included if each[1] in configs]
         for script, name, prefix in [*reversed(included), *included]:  # the base of a base may come before or after it
-            given = configs[name].always.items()
-            more = {prefix + key: each._replace(name=prefix + key) for key, each in given if NAME.match(key)}
-            script.always = more | script.always
+            entries = configs[name].always.items()
+            added = {prefix + key: each._replace(name=prefix + key) for key, each in entries if NAME.match(key)}
+            script.always = added | script.always
         for script, name, _ in reversed(included):
             script.findings += configs[name].findings
             script.files.remove(name)
-        taken = {name for _, name, _ in included if name.startswith("ConfigMap")}
-        self.found = {place: each for place, each in self.found.items() if self._configs.get(place) not in taken}
+        used = {name for _, name, _ in included if name.startswith("ConfigMap")}
+        self.found = {place: each for place, each in self.found.items() if self._configs.get(place) not in used}
 
     def _visit(self, node: Any, source: str, depth: int, key: str = "") -> None:
         """Visit a node and its children; `source` is the name of its place."""
@@ -235,14 +235,14 @@ class _Walk:
         if isinstance(node, list):
             self._list(node, source, depth, key)
         elif isinstance(node, dict):
-            self._mapping(node, source, depth, key)
+            self._walk_mapping(node, source, depth, key)
 
     def _include(self, source: str, name: str, prefix: str = "") -> None:
         """Add the variables of another place later; it is a file that is not read if the text has no such place."""
         self._at(source).files.append(name)
         self._included.append((self._at(source), name, prefix))
 
-    def _mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
+    def _walk_mapping(self, node: dict[Any, Any], source: str, depth: int, key: str) -> None:
         if node.get("kind") == "ConfigMap" and isinstance(node.get("metadata"), dict):
             self._configs[source] = f"ConfigMap {node['metadata'].get('name')}"
         if key == "services" and self._compose:
@@ -258,7 +258,7 @@ class _Walk:
             self._container(node, source)
         is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds
         if is_item and isinstance(node.get("value"), str | int | float):
-            self._entry(node, node["name"], source)
+            self._take_entry(node, node["name"], source)
             return
         here, is_data = bool(pattern("place").fullmatch(key)), key == "data" and source in self._configs
         for name, value in node.items():
@@ -284,15 +284,15 @@ class _Walk:
                 )
 
     def _list(self, node: list[Any], source: str, depth: int, key: str) -> None:
-        words = [word for word in node if isinstance(word, str)]
-        if any("NCCL_" in word for word in words):
-            self._words(words, source)
+        texts = [word for word in node if isinstance(word, str)]
+        if any("NCCL_" in word for word in texts):
+            self._words(texts, source)
         here = bool(pattern("place").fullmatch(key))
         for item in node:
             name = item.get("name") if isinstance(item, dict) else None
             name = name if isinstance(name, str) else title(item) if key == "items" and self._kubernetes else ""
             if pattern("own").match(name) or (here and NAME.match(name)):
-                self._entry(item, name, source)
+                self._take_entry(item, name, source)
             elif not isinstance(item, str):
                 self._visit(item, f"{source} {name}" if name else source, depth + 1, key)
 
@@ -329,29 +329,29 @@ class _Walk:
             note = finding("env.value.kind/untyped", name, text, text=text, kind=kind, reader=reader)
             self._at(source).findings.append(note)
 
-    def _entry(self, item: dict[Any, Any], name: str, source: str) -> None:
+    def _take_entry(self, item: dict[Any, Any], name: str, source: str) -> None:
         """Take an entry of a container's `env`."""
         if "valueFrom" not in item:
             self._add(source, name, item.get("value", item.get("default", "")))
         else:
             origin = item["valueFrom"]
             kind = next(iter(origin), "elsewhere") if isinstance(origin, dict) else "elsewhere"
-            given = Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}")
-            self._at(source).set(given)
+            assigned = Assigned(name=name, value=OPEN, raw=f"valueFrom {kind}")
+            self._at(source).set(assigned)
             if kind == "configMapKeyRef" and isinstance(origin[kind], dict):
-                self._references.append((self._at(source), given, origin[kind]))
+                self._references.append((self._at(source), assigned, origin[kind]))
 
-    def _words(self, words: list[str], source: str) -> None:
+    def _words(self, texts: list[str], source: str) -> None:
         """Take a list of strings: NAME=VALUE entries, the words of a command, or lines of a script."""
-        if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in words):
-            for word in words:  # NAME alone: Compose takes its value from its own environment
+        if all(NAME.match(word.partition("=")[0]) and not re.search(r"\n|;|&&", word) for word in texts):
+            for word in texts:  # NAME alone: Compose takes its value from its own environment
                 name, equals, value = word.partition("=")
                 self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))
             return
-        first, text = getattr(words[0], "line", 0), "\n".join(words)
-        if not re.search(r"\s", words[0]):  # words of one command, each on its line; else lines, as in `script:`
+        first, text = getattr(texts[0], "line", 0), "\n".join(texts)
+        if not re.search(r"\s", texts[0]):  # words of one command, each on its line; else lines, as in `script:`
             text = ""
-            for word in words:
+            for word in texts:
                 gap = getattr(word, "line", 0) - first - text.count("\n")
                 text += "\\\n" * gap + shlex.quote(word) + " "
         self._at(source).add(self._read_shell(text, line=first))
@@ -364,8 +364,8 @@ class _Walk:
         rows = [(at, row.strip().rstrip(";")) for at, row in enumerate(text.splitlines(), start=line)]
         rows = [(at, row) for at, row in rows if row and row[0] != "#"]
         if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for _, row in rows):
-            for at, row in rows:
-                self._add(source, *row.partition("=")[::2], line and at)
+            for number, row in rows:
+                self._add(source, *row.partition("=")[::2], line and number)
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=line))
@@ -376,11 +376,11 @@ class _Walk:
 
     def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)
-        found = expand(text) if "$" in text else text
+        expanded = expand(text) if "$" in text else text
         if re.search(r"\$\([A-Za-z_]", text):  # $(NAME) is replaced by Kubernetes with a variable of the container
-            found = OPEN
+            expanded = OPEN
         raw = text.replace(OPEN, "{{...}}")
-        self._at(source).set(Assigned(name=name, value=found, raw=raw, line=line or getattr(value, "line", 0)))
+        self._at(source).set(Assigned(name=name, value=expanded, raw=raw, line=line or getattr(value, "line", 0)))
 
     def _at(self, source: str) -> Script:
         return self.found.setdefault(source, Script())
@@ -410,71 +410,71 @@ def title(document: Any) -> str:
 
 def read_dockerfile(text: str) -> Script:
     """Return the variables of containers of the last stage, and the texts written into files. Reports unread lines."""
-    script, stage, named = Script(), Settings(), dict[str, Settings]()  # ENV (exported) and ARG
+    script, stage, stages = Script(), Settings(), dict[str, Settings]()  # ENV (exported) and ARG
     arguments = stage  # of ARG instructions before the first stage
-    for line, instruction, rest, document in _instructions(text, script):
+    for line, instruction, tail, document in _split_instructions(text, script):
         if instruction == "FROM":
-            rest = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], rest)
-            words = [word.lower() for word in rest.split() if not word.startswith("--")]
-            name = words[2] if len(words) > 2 else str(len(named))
-            stage = named[name] = dict(named.get(words[0], {}) if words else stage)
+            tail = re.sub(r"\$\{?(\w+)\}?", lambda m: arguments[m[1]].value if m[1] in arguments else m[0], tail)
+            from_words = [word.lower() for word in tail.split() if not word.startswith("--")]
+            name = from_words[2] if len(from_words) > 2 else str(len(stages))
+            stage = stages[name] = dict(stages.get(from_words[0], {}) if from_words else stage)
         elif instruction in ("ENV", "ARG"):
-            _set_variables(instruction, rest, line, stage)
-        elif instruction in ("CMD", "ENTRYPOINT") and NAMED.search(rest):
+            _set_variables(instruction, tail, line, stage)
+        elif instruction in ("CMD", "ENTRYPOINT") and NAMED.search(tail):
             script.unread.append(Unread(line=line, why=f"a variable in {instruction}"))
         elif instruction == "RUN" or document:  # it may write files; variables that it exports do not outlive it
-            command = re.sub(r"^(?:--\w+\S*\s*)+", "", rest).strip() if instruction == "RUN" else ""
+            command = re.sub(r"^(?:--\w+\S*\s*)+", "", tail).strip() if instruction == "RUN" else ""
             if instruction == "RUN" and not command and (program := re.match(r".*\n(?:#!(.*))?", document)):
                 command = program[1] or "sh"  # the document is a script
             command += f"{document}\n"
-            found = read_shell(command, before=stage.values(), line=line)
-            script.inner += [one for one in found.inner if one.target != "python" or one.text not in command]
-            script.unread += found.unread if NAMED.search(command) else []
+            inner = read_shell(command, before=stage.values(), line=line)
+            script.inner += [one for one in inner.inner if one.target != "python" or one.text not in command]
+            script.unread += inner.unread if NAMED.search(command) else []
     script.always = {name: each for name, each in stage.items() if each.exported}
     return script
 
 
-def _set_variables(instruction: str, rest: str, line: int, stage: Settings) -> None:
+def _set_variables(instruction: str, text: str, line: int, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
-    before = [one._replace(exported=False) for one in stage.values()]
-    words = [(match.end(), word) for match in _WORD.finditer(rest) if (word := match[0].lstrip(_JOINED))]
-    if instruction == "ENV" and words and "=" not in words[0][1]:
-        name, _, value = rest.replace(_JOINED, "").strip().partition(" ")
-        words = [(0, f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"')]
-    for end, marked in words:
-        word, at = marked.replace(_JOINED, ""), line + rest.count(_JOINED, 0, max(0, end - len(marked)))
-        found = read_assignment(word, before, at) if "=" in word else [Assigned(word, OPEN)]
-        for one in found:
+    before = [variable._replace(exported=False) for variable in stage.values()]
+    pairs = [(match.end(), word) for match in _WORD.finditer(text) if (word := match[0].lstrip(_JOINED))]
+    if instruction == "ENV" and pairs and "=" not in pairs[0][1]:
+        name, _, value = text.replace(_JOINED, "").strip().partition(" ")
+        pairs = [(0, f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"')]
+    for end, marked in pairs:
+        word, line_of_word = marked.replace(_JOINED, ""), line + text.count(_JOINED, 0, max(0, end - len(marked)))
+        assigned = read_assignment(word, before, line_of_word) if "=" in word else [Assigned(word, OPEN)]
+        for one in assigned:
             if instruction == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
                 stage[one.name] = one._replace(exported=instruction == "ENV")
 
 
-def _instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, str]]:
+def _split_instructions(text: str, script: Script) -> Iterator[tuple[int, str, str, str]]:
     """Yield line, name, arguments and here-documents of each instruction; report other lines as unread."""
     escape = re.match(r"(?:#.*\n)*#[ \t]*escape[ \t]*=[ \t]*`", text, re.IGNORECASE)
     end_of_line = rf"{'`' if escape else chr(92) * 2}[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # and comments after it
     pattern = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{end_of_line})*.*))\n?")
-    at, line = 0, 1
-    while at < len(text) and (match := pattern.match(text, at)):  # it matches every text
+    offset, line = 0, 1
+    while offset < len(text) and (match := pattern.match(text, offset)):  # it matches every text
         first = line
-        at, line, name = match.end(), line + match[0].count("\n"), (match[1] or "").upper()
+        offset, line, name = match.end(), line + match[0].count("\n"), (match[1] or "").upper()
         if name not in _INSTRUCTIONS:
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        rest = re.sub(end_of_line, lambda each: _JOINED * each[0].count("\n"), match[2]).strip()
-        rest, document = rest if name == "ENV" else rest.replace(_JOINED, ""), ""  # variables of ENV have lines
-        for word in _WORD.findall(rest) if name in ("RUN", "COPY", "ADD") and "<<" in rest else ():
+        tail = re.sub(end_of_line, lambda each: _JOINED * each[0].count("\n"), match[2]).strip()
+        tail, document = tail if name == "ENV" else tail.replace(_JOINED, ""), ""  # variables of ENV have lines
+        for word in _WORD.findall(tail) if name in ("RUN", "COPY", "ADD") and "<<" in tail else ():
             if (here := _HEREDOC.match(word)) is None:
                 continue
             tabs = r"\t*" if here[1] else ""
-            end = re.compile(rf"^{tabs}{re.escape(here[3])}(?:\n|\Z)", re.MULTILINE).search(text, at)
+            end = re.compile(rf"^{tabs}{re.escape(here[3])}(?:\n|\Z)", re.MULTILINE).search(text, offset)
             if end is None:
                 script.unread.append(Unread(line=first, why=f"the here-document {here[3]} has no end"))
                 continue
-            if name == "RUN" and document and NAMED.search(text, at, end.start()):  # its command is not known
+            if name == "RUN" and document and NAMED.search(text, offset, end.start()):  # its command is not known
                 script.unread.append(Unread(line=line, why=f"the here-document {here[3]} after another one"))
-            target = f"cat > {rest.rpartition(' ')[2]}" * (name != "RUN")  # of COPY and ADD
-            document += f"{target} {word}\n{text[at : end.end()]}"
-            line, at, rest = line + text.count("\n", at, end.end()), end.end(), rest.replace(word, "")
-        yield first, name, rest, document
+            target = f"cat > {tail.rpartition(' ')[2]}" * (name != "RUN")  # of COPY and ADD
+            document += f"{target} {word}\n{text[offset : end.end()]}"
+            line, offset, tail = line + text.count("\n", offset, end.end()), end.end(), tail.replace(word, "")
+        yield first, name, tail, document

@@ -24,8 +24,8 @@ from planner.lint.values import (
     check_quotes,
     check_value,
     default_of,
+    find_other_net,
     is_quoted,
-    other_net,
     strtoll,
 )
 from planner.nccl_env import (
@@ -68,7 +68,7 @@ class _Case(NamedTuple):
 
 
 def lint(
-    named: NamedEnvironment,
+    read: NamedEnvironment,
     *,
     nccl_version: Version | None = None,
     machine: ProbedMachine | None = None,
@@ -80,13 +80,13 @@ def lint(
     If `nccl_version` is None, all known releases count; `machine` is the machine on which the environment is used.
     `nodes` is the number of nodes of the job, and `gpus` that of the GPUs of each.
     """
-    found, quoted = list[Finding](), list[Finding]()
-    environment, source = named.environment, named.source
+    findings, quoted = list[Finding](), list[Finding]()
+    environment, source = read.environment, read.source
     if source == "env file" or source.endswith(".env"):  # most programs that read env files remove quotes
         quoted = [each for name, value in environment.items() for each in check_quotes(name, value)]
         environment = {name: value[1:-1] if is_quoted(value) else value for name, value in environment.items()}
-    plugin = _plugin_in_use(environment, machine, source)
-    nodes = nodes if nodes is not None else nodes_of(environment)
+    plugin = _uses_plugin(environment, machine, source)
+    nodes = nodes if nodes is not None else count_nodes(environment)
     several_ranks = any((whole_number(environment.get(name, "")) or 0) > 1 for name in _ALL_RANKS)
     conditions = {
         "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu()),
@@ -96,33 +96,33 @@ def lint(
         "several_nodes": machine is None and (nodes or 0) > 1,
         "several_ranks": machine is None and nodes is None and several_ranks,
         "unknown_size": machine is None and nodes is None and not several_ranks,
-        "own_net": machine is None and nodes != 1 and not other_net(environment),
+        "own_net": machine is None and nodes != 1 and not find_other_net(environment),
     }
     case = _Case(
-        version=nccl_version, machine=machine, named=named,
+        version=nccl_version, machine=machine, named=read,
         plugin=plugin, vendor=platform_of_plugin(environment),
-        carrier=other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
+        carrier=find_other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),
     )  # fmt: skip
     for name, value in environment.items():
-        found += _judge_name(name, value, case)
-    for name, raw in named.unresolved.items():
-        found += _judge_name(name, raw, case, known=False)
-    for name, raw in named.unexported.items():
+        findings += _judge_name(name, value, case)
+    for name, raw in read.unresolved.items():
+        findings += _judge_name(name, raw, case, resolved=False)
+    for name, raw in read.unexported.items():
         entry = names().get(name)
         if name in torch_names() or (entry is not None and entry.status == "current"):
-            found.append(finding("env.name.unexported", name, raw))
+            findings.append(finding("env.name.unexported", name, raw))
     if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
-    found += _apply_rules(environment, {*environment, *named.unresolved, *named.also_set}, case.places)
-    found += machine.check(environment, case.version) if machine is not None else ()
-    specific = [each for each in found if each.code not in _GENERAL]
+    findings += _apply_rules(environment, {*environment, *read.unresolved, *read.also_set}, case.places)
+    findings += machine.check(environment, case.version) if machine is not None else ()
+    specific = [each for each in findings if each.code not in _GENERAL]
     judged = {e.subject for e in specific if e.status != Status.INFO or e.code.startswith("env.p2p")}
-    found = [each for each in found if each.code not in _GENERAL or each.subject not in judged]
-    return tuple(sorted([*quoted, *found], key=lambda finding: list(Status).index(finding.status)))
+    findings = [each for each in findings if each.code not in _GENERAL or each.subject not in judged]
+    return tuple(sorted([*quoted, *findings], key=lambda finding: list(Status).index(finding.status)))
 
 
-def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
+def _uses_plugin(environment: Mapping[str, str], machine: ProbedMachine | None, source: str) -> bool:
     """Whether aws-ofi-nccl is in use, which sets some variables itself."""
     hints = any(name.startswith(("OFI_NCCL_", "FI_EFA_")) for name in environment)
     tuner = "ofi" in environment.get("NCCL_TUNER_PLUGIN", "").lower()
@@ -131,23 +131,23 @@ def _plugin_in_use(environment: Mapping[str, str], machine: ProbedMachine | None
     return efa or hints or tuner or logged or "fabric" in environment.get("NCCL_NET", "").lower()
 
 
-def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> Iterator[Finding]:
+def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) -> Iterator[Finding]:
     """Check a name and, if `known`, its value; otherwise `value` is the source text of an unknown value."""
     entry, version = names().get(name), case.version
     if name in RESERVED and ("TrainJob" in case.named.source or "TrainingRuntime" in case.named.source):
         yield finding("env.name.reserved", name, value)
     elif name.startswith("TORCH_NCCL_"):
         if name not in torch_names():
-            yield _unknown(name, value, "PyTorch", case)
-    elif known and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
+            yield _report_unknown(name, value, "PyTorch", case)
+    elif resolved and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
         yield finding("env.debug.leftover/rdma", name, value, carrier=case.carrier)
     else:
-        if known and case.machine is None:
+        if resolved and case.machine is None:
             yield from check_kind(name, value)
         if plugin_of(name):
             return
         if entry is None:
-            yield from _unknown_nccl(name, value, case)
+            yield from _check_unknown_nccl(name, value, case)
         elif entry.status == "other":  # a deprecated name that PyTorch reads, not libnccl
             _, alias, right = entry.reader.partition("deprecated alias of ")
             if alias:
@@ -161,12 +161,12 @@ def _judge_name(name: str, value: str, case: _Case, *, known: bool = True) -> It
         elif entry.first is not None and version is not None and version < entry.first:
             first, used = version_text(entry.first), version_text(version)
             yield finding("env.name.too_new", name, value, first=first, version=used)
-        elif known:
+        elif resolved:
             yield from check_value(name, value, entry, version, only_all_reduce=case.named.only_all_reduce)
-            yield from _leftover(name, value, entry, case)
+            yield from _check_leftover(name, value, entry, case)
 
 
-def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
+def _check_leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
     """Report a variable of the documentation's section Debugging that is still set."""
     by_plugin = value in SETTINGS["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
     if case.plugin and by_plugin:
@@ -174,7 +174,7 @@ def _leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[F
     if name == "NCCL_IB_GID_INDEX" and case.version is not None and case.version >= (2, 21, 0):
         if strtoll(value)[0] >= 0:
             yield finding("env.gid.needless", name, value, version=version_text(case.version))
-    elif entry.doc_class != "debugging" or not _acts(name, value, entry):
+    elif entry.doc_class != "debugging" or not _has_effect(name, value, entry):
         return
     elif "one_gpu" in case.places and name in SETTINGS["one_gpu"]["names"]:
         yield finding("env.debug.leftover/one_gpu", name, value)
@@ -201,20 +201,20 @@ def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Fi
     yield finding("env.debug.leftover/vendor", name, value, platform=vendor.name, recipe=recipe, advice=advice)
 
 
-def _acts(name: str, value: str, entry: NcclName) -> bool:
+def _has_effect(name: str, value: str, entry: NcclName) -> bool:
     """Whether a setting has an effect: its value is neither the default nor ignored."""
-    number, whole = strtoll(value)
+    number, is_integer = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
         return number == 1
     if name in VALUES["level"]["names"]:
         return value in VALUES["level"]["known"] or value[0].isdigit()
-    same = value.upper() == entry.default.upper() or (whole and entry.default == str(number))
+    same = value.upper() == entry.default.upper() or (is_integer and entry.default == str(number))
     if same or value in SETTINGS["guards"].get(name, ()):
         return False
-    return whole or not entry.default.lstrip("-").isdigit()
+    return is_integer or not entry.default.lstrip("-").isdigit()
 
 
-def _unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
+def _check_unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
     """Check an unknown name that starts with NCCL_, or that differs from an NCCL name in case or blanks."""
     right = name.strip().removeprefix("export ").strip().upper()
     if right != name and right in names():
@@ -223,10 +223,10 @@ def _unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
         newest = version_text(newest_read())
         yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(case.version))
     elif name.startswith("NCCL_") or with_right_prefix(name):
-        yield _unknown(name, value, "NCCL", case)
+        yield _report_unknown(name, value, "NCCL", case)
 
 
-def _unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
+def _report_unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
     if close := nearest(name):
         right = names().get(close[0])
         stays = f" {close[0]} stays at {default_of(close[0], right)}." if right is not None and right.default else ""
@@ -241,38 +241,38 @@ def _unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
 # -- combinations of settings, and checks without a known machine
 
 
-def _apply_rules(environment: Mapping[str, str], named: Set[str], places: Sequence[str]) -> Iterator[Finding]:
+def _apply_rules(environment: Mapping[str, str], names: Set[str], places: Sequence[str]) -> Iterator[Finding]:
     """Apply the rules of data/settings.toml.
 
     `named` are all names that are set, with any value; `places` are the conditions of `where` that hold.
     """
     for row in SETTINGS["rule"]:
         is_elsewhere = "where" in row and row["where"] not in places
-        if is_elsewhere or ("without" in row and any(re.fullmatch(row["without"], each) for each in named)):
+        if is_elsewhere or ("without" in row and any(re.fullmatch(row["without"], each) for each in names)):
             continue
         for name in filter(environment.__contains__, row["names"]):
             value, fields = environment[name], dict(row.get("fields", {}))
-            number, known = strtoll(value.strip())
+            number, is_integer = strtoll(value.strip())
             applies = re.fullmatch(row.get("value", "(?s).*"), value) is not None
             if "number" in row:
-                applies = known and re.fullmatch(row["number"], str(number)) is not None
+                applies = is_integer and re.fullmatch(row["number"], str(number)) is not None
             if "above" in row:
-                most, whole = strtoll(environment.get(row["above"], ""))
-                applies = known and whole and number > most > 0
-                fields |= {"other": row["above"], "most": most}
+                limit, is_limit = strtoll(environment.get(row["above"], ""))
+                applies = is_integer and is_limit and number > limit > 0
+                fields |= {"other": row["above"], "most": limit}
             if "product" in row:
                 factor, _ = strtoll(environment.get(row["times"], ""))
                 applies = number * factor > row["product"]
                 fields |= {"factor": factor, "product": number * factor}
             for other, condition in row.get("with", {}).items():
-                given = environment.get(other, "")
-                applies = applies and re.fullmatch(condition, given) is not None
-                fields |= {"other": other, "cause": f"{other}={given}"}
+                value_of_other = environment.get(other, "")
+                applies = applies and re.fullmatch(condition, value_of_other) is not None
+                fields |= {"other": other, "cause": f"{other}={value_of_other}"}
             if applies:
                 yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
 
 
-def nodes_of(environment: Mapping[str, str]) -> int | None:
+def count_nodes(environment: Mapping[str, str]) -> int | None:
     """Return the number of nodes in the job's variables; None if they do not contain it."""
     for name in NODES:
         if match := re.fullmatch(r"(?:\d+:)?(\d{1,9})", environment.get(name, "")):

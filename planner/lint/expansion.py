@@ -136,11 +136,11 @@ class Expander:
         """Return the text of a word after expansion."""
         self._level += 1
         try:
-            found = self._value(node) if self._level <= MOST_LEVELS and self.spend(64) else OPEN
+            value = self._value(node) if self._level <= MOST_LEVELS and self.spend(64) else OPEN
         finally:
             self._level -= 1
-        self.spend(len(found))
-        return found
+        self.spend(len(value))
+        return value
 
     def _value(self, node: Node) -> str:
         match node.type:
@@ -159,28 +159,28 @@ class Expander:
             case "command_substitution" | "process_substitution":
                 self.follow_substitution(node.named_children)
                 return OPEN
-        found = self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
+        text = self._mixed(node, node.start_byte, node.end_byte, r"\\(.)|\\\n")
         is_home = re.match(r"(?:\w+=)?~(?:/|$)", self.text(node)) is not None  # bash replaces it with $HOME
-        return found.replace("~", OPEN, 1) if is_home else found
+        return text.replace("~", OPEN, 1) if is_home else text
 
     def parameter(self, name: str) -> str:
         """Return the value of `$NAME`, "" if it is unset, OPEN if it is unknown as `$1` is."""
         self.spend(64)
-        found = self.scope.variables.get(name)
-        return OPEN if found is None else found.value.partition(NEXT_ITEM)[0]
+        variable = self.scope.variables.get(name)
+        return OPEN if variable is None else variable.value.partition(NEXT_ITEM)[0]
 
     def _mixed(self, node: Node, start: int, end: int, escape: str) -> str:
         """Expand text between two offsets. Text outside child nodes is literal, as the grammar omits some blanks."""
-        found, at = "", start
+        text, offset = "", start
         for child in node.children:
-            if child.type not in _EXPANSIONS or child.start_byte < at:
+            if child.type not in _EXPANSIONS or child.start_byte < offset:
                 continue
             value = self.value(child)
-            found += self._literal(at, child.start_byte, escape)
-            if len(found) + len(value) > MOST_VALUE:
+            text += self._literal(offset, child.start_byte, escape)
+            if len(text) + len(value) > MOST_VALUE:
                 return OPEN
-            found, at = found + value, child.end_byte
-        return found + self._literal(at, end, escape)
+            text, offset = text + value, child.end_byte
+        return text + self._literal(offset, end, escape)
 
     def _literal(self, start: int, end: int, escape: str) -> str:
         text = self.source[start:end].decode("utf-8", "replace")
@@ -231,13 +231,13 @@ class Expander:
 
     def evaluate(self, node: Node) -> Assigned:
         """Evaluate `NAME=value`, `NAME+=value` or `NAME=(array)`. `NAME[i]=value` makes the variable unknown."""
-        target, given = node.child_by_field_name("name") or node, node.child_by_field_name("value")
+        target, assigned = node.child_by_field_name("name") or node, node.child_by_field_name("value")
         name, adds = self.text(target).partition("[")[0], node.children[1].type == "+="
         before = self.scope.variables.get(name, Assigned(name, OPEN)).value if adds else ""
-        if given is not None and given.type == "array":
-            value = "".join(word.text + NEXT_ITEM for each in given.named_children for word in self.words(each))
+        if assigned is not None and assigned.type == "array":
+            value = "".join(word.text + NEXT_ITEM for each in assigned.named_children for word in self.words(each))
             before += NEXT_ITEM * (before not in ("", before.rstrip(NEXT_ITEM) + NEXT_ITEM))
         else:
-            value = self.value(given) if given else ""
+            value = self.value(assigned) if assigned else ""
         value = (before + value)[:MOST_VALUE] if target.type == "variable_name" else OPEN
-        return Assigned(name, value, self.raw(given) if given else "", self.line(node))
+        return Assigned(name, value, self.raw(assigned) if assigned else "", self.line(node))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from contracts.finding import Finding
 from planner.lint.findings import finding
-from planner.lint.values import NameList, other_net, strtoll
+from planner.lint.values import NameList, find_other_net, strtoll
 from planner.nccl_env import Version, version_text
 from planner.nccl_env.devices import (
     UNFIT_ROLES,
@@ -51,9 +51,9 @@ class ProbedMachine(NodeView):
 
     def check(self, environment: Mapping[str, str], version: Version | None) -> Iterator[Finding]:
         """Yield every contradiction between the environment and this machine."""
-        for rule in (_interfaces, _gloo, _hcas, _fabric, _peers, _class):
+        for rule in (_check_interfaces, _check_gloo, _check_hcas, _check_fabric, _check_peers, _check_traffic_class):
             yield from rule(environment, self)
-        yield from _gids(environment, self, version)
+        yield from _check_gid_index(environment, self, version)
 
 
 def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> ProbedMachine:
@@ -61,11 +61,11 @@ def machine_of(snapshot: Snapshot, topology: NodeTopology | None = None) -> Prob
     return ProbedMachine(hostname=snapshot.hostname, snapshot=snapshot, topology=topology or build(snapshot))
 
 
-def _gids(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
+def _check_gid_index(environment: Mapping[str, str], node: NodeView, version: Version | None) -> Iterator[Finding]:
     name = "NCCL_IB_GID_INDEX"
     value = environment.get(name, "")
-    index, whole = strtoll(value)
-    if not whole or index < 0:
+    index, is_integer = strtoll(value)
+    if not is_integer or index < 0:
         return
     far = {} if environment.get("NCCL_IB_HCA") else choose_ports(node).far  # NCCL does not use these ports by default
     for view in _roce(environment, node):
@@ -73,21 +73,21 @@ def _gids(environment: Mapping[str, str], node: NodeView, version: Version | Non
             continue
         if (problem := gid_index_problem(view, index)) is None:
             continue
-        status, what = problem
+        status, problem_text = problem
         used = ", ".join(f"{each.index}: {each.type} {each.gid}" for each in view.port.gids) or "none"
         able = version if version is not None and version >= (2, 21) else None  # it finds the index
         since = f" NCCL {version_text(able)} finds the right one by itself." if able else ""
         yield finding(
             "env.gid.absent", name, value, f"{view.name} GIDs: {used}", status=status,
-            index=index, port=view.name, what=what, since=since,
+            index=index, port=view.name, what=problem_text, since=since,
         )  # fmt: skip
 
 
-def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_traffic_class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     """Report a traffic class without flow control, if another class of the port has flow control."""
     variables = {name: environment[name] for name in ("NCCL_IB_TC", "NCCL_IB_SL") if name in environment}
     numbers = {name: strtoll(value) for name, value in variables.items()}
-    if not variables or not all(whole and 0 <= number <= 255 for number, whole in numbers.values()):
+    if not variables or not all(is_integer and 0 <= number <= 255 for number, is_integer in numbers.values()):
         return  # invalid values have their own finding
     by_dscp, by_tag = numbers.get("NCCL_IB_TC", (0, True))[0] >> 5, numbers.get("NCCL_IB_SL", (0, True))[0]
     ports = [
@@ -97,10 +97,10 @@ def _class(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         and not {by_dscp, by_tag} & {*view.port.pfc_priorities}
     ]  # fmt: skip
     if ports:
-        (name, value), *rest = variables.items()
-        meant = f"priority {by_dscp}" if by_dscp == by_tag else f"priority {by_dscp} by DSCP or {by_tag} by VLAN tag"
-        others = [f"{other}={text}" for other, text in rest]
-        yield finding("env.class.unprotected", name, value, *others, *ports[:8], priority=meant)
+        (name, value), *further = variables.items()
+        priority = f"priority {by_dscp}" if by_dscp == by_tag else f"priority {by_dscp} by DSCP or {by_tag} by VLAN tag"
+        others = [f"{other}={text}" for other, text in further]
+        yield finding("env.class.unprotected", name, value, *others, *ports[:8], priority=priority)
 
 
 def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
@@ -108,63 +108,63 @@ def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
     hcas = environment.get("NCCL_IB_HCA")
     name_list = NameList.parse(hcas) if hcas else None
     for view in node.default_ports():
-        named = name_list is None or name_list.takes(view.device.name, view.port.port)
-        if named and view.port.link_layer == "Ethernet":
+        is_selected = name_list is None or name_list.takes(view.device.name, view.port.port)
+        if is_selected and view.port.link_layer == "Ethernet":
             yield view
 
 
-def _interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_interfaces(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "NCCL_SOCKET_IFNAME"
     value = environment.get(name, "")
     facts = node.facts(InterfacesFacts)
     if facts is None or len(value) <= 1:
         return
     name_list, running = NameList.parse(value), running_interfaces(facts)
-    taken = [each for each in running if name_list.takes(each.name)]
+    selected = [each for each in running if name_list.takes(each.name)]
     evidence = f"running interfaces: {', '.join(each.name for each in running) or 'none'}"
-    if not taken:
+    if not selected:
         yield finding("env.interface.absent", name, value, evidence)
         return
     for entry, caught in name_list.matches([(each.name, None) for each in running]):
         if entry in caught and len(caught) > 1 and not name_list.exact and not name_list.negated:
-            more = ", ".join(each for each in caught if each != entry)
-            yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=more)
-    if unfit := [each for each in taken if each.role in UNFIT_ROLES]:  # other nodes cannot reach them
-        best, first = best_interface(node), taken[0] in unfit
-        what = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
+            others = ", ".join(each for each in caught if each != entry)
+            yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=others)
+    if unfit := [each for each in selected if each.role in UNFIT_ROLES]:  # other nodes cannot reach them
+        best, first = best_interface(node), selected[0] in unfit
+        effect = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
         yield finding(
             "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),
-            names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=what,
+            names=", ".join(each.name for each in unfit), role=unfit[0].role, effect=effect,
             advice=f"Write {name}={best.name}, or unset it." if best else f"Unset {name}.",
         )  # fmt: skip
     secondary = [each.name for each in running if each.role == "secondary"]
-    if secondary and taken[0].role == "pod-default":
+    if secondary and selected[0].role == "pod-default":
         yield finding(
-            "env.interface.overlay", name, value, f"{taken[0].name}: pod-default", f"{secondary[0]}: secondary",
-            first=taken[0].name, secondary=", ".join(secondary), best=secondary[0],
+            "env.interface.overlay", name, value, f"{selected[0].name}: pod-default", f"{secondary[0]}: secondary",
+            first=selected[0].name, secondary=", ".join(secondary), best=secondary[0],
         )  # fmt: skip
 
 
-def _gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_gloo(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "GLOO_SOCKET_IFNAME"
     value = environment.get(name)
     facts = node.facts(InterfacesFacts)
     if not value or facts is None:
         return
-    known = {each.name for each in facts.interfaces}
-    if absent := [entry for entry in value.split(",") if entry not in known]:
+    names = {each.name for each in facts.interfaces}
+    if absent := [entry for entry in value.split(",") if entry not in names]:
         signs = " '^' and '=' mean nothing to gloo." if value[:1] in "^=" else ""
-        listed = f"interfaces: {', '.join(sorted(known))}"
+        listed = f"interfaces: {', '.join(sorted(names))}"
         yield finding("env.gloo.interface", name, value, listed, absent=", ".join(absent), signs=signs)
 
 
-def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     name = "NCCL_IB_HCA"
     value = environment.get(name)
     if not value:
         return
     ports = node.verbs_ports()
-    if not ports and (fabric := _libfabric(node)):
+    if not ports and (fabric := _describe_libfabric(node)):
         yield finding("env.hca.efa", name, value, f"{fabric}, no HCA")
         return
     name_list = NameList.parse(value)
@@ -174,14 +174,14 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     if not matched:
         yield finding("env.hca.absent", name, value, evidence)
         return
-    named = {entry[0] for entry in name_list.entries}
+    names = {entry[0] for entry in name_list.entries}
     for entry, caught in name_list.matches([(view.device.name, view.port.port) for view in ports]):
-        more = [each for each in sorted(caught) if each not in named]
+        further = [each for each in sorted(caught) if each not in names]
         if not caught and not name_list.negated:
             yield finding("env.hca.absent/entry", name, value, evidence, entry=entry)
-        if not name_list.exact and entry in caught and more:
+        if not name_list.exact and entry in caught and further:
             verb, sign = ("leaves out", "^=") if name_list.negated else ("takes", "=")
-            right, others = sign + value.lstrip("^="), ", ".join(more)
+            right, others = sign + value.lstrip("^="), ", ".join(further)
             yield finding("env.hca.prefix", name, value, evidence, entry=entry, verb=verb, more=others, right=right)
     active = [view for view in matched if view.port.state in (None, "ACTIVE")]
     down = [view for view in matched if view not in active]
@@ -192,32 +192,32 @@ def _hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
         yield finding("env.hca.down/some", name, value, *states, ports=", ".join(view.name for view in down))
 
 
-def _fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     ports = node.default_ports()
-    named = [view.name for view in ports]
+    names = [view.name for view in ports]
     value = environment.get("NCCL_IB_DISABLE", "")
-    if strtoll(value)[0] != 0 and ports and not other_net(environment):
-        yield finding("env.rdma.disabled", "NCCL_IB_DISABLE", value, *named, count=len(ports))
+    if strtoll(value)[0] != 0 and ports and not find_other_net(environment):
+        yield finding("env.rdma.disabled", "NCCL_IB_DISABLE", value, *names, count=len(ports))
     net = environment.get("NCCL_NET", "")
-    fabric = _libfabric(node)
+    fabric = _describe_libfabric(node)
     if net.lower() == "socket" and (ports or fabric):
-        yield finding("env.rdma.tcp", "NCCL_NET", net, *(named or [fabric]))
+        yield finding("env.rdma.tcp", "NCCL_NET", net, *(names or [fabric]))
     if net.lower() == "ib" and not ports:
         efa = f"; {fabric} need NCCL_NET='AWS Libfabric' or nothing" if fabric else ""
         yield finding("env.net.absent", "NCCL_NET", net, other=efa)
-    provider, own = environment.get("FI_PROVIDER", ""), "efa" if node.efa_count() else "cxi"
-    if fabric and provider and own not in re.split(r"[;,]", provider.lower()):
-        yield finding("env.rdma.tcp/provider", "FI_PROVIDER", provider, fabric, provider=own)
+    provider, expected = environment.get("FI_PROVIDER", ""), "efa" if node.efa_count() else "cxi"
+    if fabric and provider and expected not in re.split(r"[;,]", provider.lower()):
+        yield finding("env.rdma.tcp/provider", "FI_PROVIDER", provider, fabric, provider=expected)
 
 
-def _libfabric(node: NodeView) -> str:
+def _describe_libfabric(node: NodeView) -> str:
     """Describe the NICs that NCCL can only use through libfabric; empty if there are none."""
     if efa := node.efa_count():
         return f"{efa} EFA devices"
     return f"{len(node.cxi())} Slingshot NICs" if node.cxi() else ""
 
 
-def _peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
+def _check_peers(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:
     facts = node.facts(GpuFacts)
     gpus = facts.gpus if facts else ()
     linked = [gpu.index for gpu in gpus if any(link.active for link in gpu.nvlinks)]

@@ -23,40 +23,40 @@ def name_of(word: Word) -> str:
     return re.sub(r"\Apython[\d.]+\Z", "python", name) if name.startswith("python") else name
 
 
-def program_behind(words: Sequence[Word]) -> int:
+def find_program(command: Sequence[Word]) -> int:
     """Return the index of the program after wrappers such as sudo: the first word that is no option or number."""
-    names = [name_of(each) for each in words]
+    names = [name_of(each) for each in command]
     if names[0] not in _NAMES["wrappers"] or (names[0] == "command" and "-v" in names[1:2]):
         return 0
-    after = (at for at, name in enumerate(names) if name not in _NAMES["wrappers"])
-    return next((at for at in after if not re.match(r"-|\d|[A-Za-z_]\w*=", words[at].text)), len(words))
+    after = (index for index, name in enumerate(names) if name not in _NAMES["wrappers"])
+    return next((index for index in after if not re.match(r"-|\d|[A-Za-z_]\w*=", command[index].text)), len(command))
 
 
-def is_launcher(words: Sequence[Word]) -> bool:
+def is_launcher(command: Sequence[Word]) -> bool:
     """Whether a command starts ranks or a training program, also behind a wrapper; not `python -m pip`."""
-    at = next((at for at, word in enumerate(words) if name_of(word) in _NAMES["launchers"]), None)
+    at = next((index for index, word in enumerate(command) if name_of(word) in _NAMES["launchers"]), None)
     if at is None:
         return False
-    rest = [word.text for word in words[at + 1 : at + 3]]
-    is_chore = rest[:1] == ["-m"] and _NAMES["modules"].intersection(rest[1:])
-    return name_of(words[at]) != "python" or not (is_chore or _NAMES["chores"].intersection(rest[:1]))
+    arguments = [word.text for word in command[at + 1 : at + 3]]
+    is_chore = arguments[:1] == ["-m"] and _NAMES["modules"].intersection(arguments[1:])
+    return name_of(command[at]) != "python" or not (is_chore or _NAMES["chores"].intersection(arguments[:1]))
 
 
-def is_idle(words: Sequence[Word]) -> bool:
+def is_idle(command: Sequence[Word]) -> bool:
     """Whether a program does not use NCCL, and starts no other one (`docker run`)."""
-    program = name_of(words[0])
-    starts = program in _NAMES["runs"] and any(word.text in _NAMES["starts"] for word in words[1:])
+    program = name_of(command[0])
+    starts = program in _NAMES["runs"] and any(word.text in _NAMES["starts"] for word in command[1:])
     return program in _NAMES["utilities"] and not starts
 
 
-def removed_names(command: str, names: Iterable[str]) -> list[str]:
+def list_removed(command: str, names: Iterable[str]) -> list[str]:
     """Return the variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
     removed = read_table(__file__, "data/forms.toml")["removed"]
-    named, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
-    return [n for n in names if n in named or (everything and n not in command and not IN_CONTAINER.match(n))]
+    removed_here, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
+    return [n for n in names if n in removed_here or (everything and n not in command and not IN_CONTAINER.match(n))]
 
 
-def parts_of(words: Sequence[Word]) -> Iterator[Assigned | Inner]:
+def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner]:
     """Yield the settings that the words of a command give to its program, and the texts that it runs or reads.
 
     A text without a reader is the name of a file with settings.
@@ -64,48 +64,48 @@ def parts_of(words: Sequence[Word]) -> Iterator[Assigned | Inner]:
     may_set = False  # NAME=VALUE may follow, as after env(1)
     runs_script = False  # behind torchrun, Python and others whose argument is a script
     is_argument = False  # it is an argument of a Python script
-    texts = [word.text for word in words]
+    texts = [word.text for word in command]
     # the last `--` with a command behind it, which a Python script before it starts
     last = max((at for at, text in enumerate(texts[:-1]) if text == "--" and texts[at + 1][:1] != "-"), default=0)
-    for at, word in enumerate(words):
-        text, before = word.text, texts[at - 1] if at else ""
-        if at > 1 and texts[at - 2] in _NAMES["takes_pair"]:
+    for index, word in enumerate(command):
+        text, before = word.text, texts[index - 1] if index else ""
+        if index > 1 and texts[index - 2] in _NAMES["takes_pair"]:
             yield Assigned(before, text, word.raw, word.line)
         option, equals, tail = text.partition("=") if text[:1] == "-" else (before, "", text)
-        given = tail if equals else text
+        argument = tail if equals else text
         takes_list = option in _NAMES["takes_list"]
         is_setting = re.match(r"[A-Za-z_]\w*=", text, re.ASCII) is not None
         is_argument = is_argument or (runs_script and re.fullmatch(r"[^-:=\s][^:=\s]*\.py", text) is not None)
-        launches = name_of(word) == "python" and at < last and texts[at + 1] != "-m"
+        launches = name_of(word) == "python" and index < last and texts[index + 1] != "-m"
         runs_script = runs_script or (name_of(word) in _NAMES["takes_script"] and not launches)
-        if option in _NAMES["takes_file"] and given != option:
-            yield Inner(given, "", word.line)
+        if option in _NAMES["takes_file"] and argument != option:
+            yield Inner(argument, "", word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):
             # srun(1): a value ends at each comma
-            for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", given):
+            for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", argument):
                 name, sign, value = part.partition("=")
                 if sign:
                     raw = word.raw.partition(f"{name}=")[2]
                     yield Assigned(name, value, raw.partition(",")[0] if takes_list else raw, word.line)
-        elif at and (not is_argument or pattern("dotted").match(text)):
-            yield from _text_of_word(words, at)
+        elif index and (not is_argument or pattern("dotted").match(text)):
+            yield from _read_word(command, index)
         is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
         may_set = name_of(word) in {"env", *_NAMES["wrappers"]} or (may_set and is_value)
 
 
-def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Assigned | Inner]:
+def _read_word(command: Sequence[Word], index: int) -> Iterator[Assigned | Inner]:
     """Yield what a word is that sets no variable by an option: a script, JSON, a key path of Hydra or Helm."""
-    (text, raw, line), before = words[at], words[at - 1].text
+    (text, raw, line), before = command[index], command[index - 1].text
     if before in ("-S", "--split-string"):
         yield Inner(f"env {text}", "bash", line)
-    elif runs := _runner_of(words, at):
+    elif runs := _find_runner(command, index):
         yield Inner(text, runs, line)
     elif pattern("dotted").match(text) or pattern("item_value").search(text):
-        yield from _key_paths(words, at)
+        yield from _read_key_paths(command, index)
     elif before[:1] == "-" and "=" in text and NAMED.fullmatch(text.partition("=")[0]):
         name, _, value = text.partition("=")
         yield Assigned(name, value, raw.partition("=")[2], line)
-    elif name_of(words[0]) in _NAMES["remote"] and re.search(r"\s", text):
+    elif name_of(command[0]) in _NAMES["remote"] and re.search(r"\s", text):
         yield Inner(text, "bash", line)
     elif NAMED.search(text):
         text = text.split("=", 1)[1] if re.match(r"--?[\w.-]+=|\w+=[\[{]", text) else text
@@ -115,25 +115,25 @@ def _text_of_word(words: Sequence[Word], at: int) -> Iterator[Assigned | Inner]:
             yield Inner(text, "bash", line)
 
 
-def _key_paths(words: Sequence[Word], at: int) -> Iterator[Assigned]:
+def _read_key_paths(command: Sequence[Word], index: int) -> Iterator[Assigned]:
     """Yield the variables of `env.NAME=VALUE,env.NAME=VALUE` and of `env[0].name=NAME,env[0].value=VALUE`."""
-    near = ",".join(each.text for each in words[max(0, at - 20) : at + 20])[:MOST_OPTIONS]
-    for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", words[at].text):
+    near = ",".join(each.text for each in command[max(0, index - 20) : index + 20])[:MOST_OPTIONS]
+    for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", command[index].text):
         if match := pattern("dotted").match(part) or pattern("item_value").match(part):
             value, name = part[match.end() :].strip("\"'").replace("\\,", ","), match[1]
             if "[" in name:  # the path of an item
                 names = re.findall(rf"(?:^|[,=]){re.escape(name)}\.name=(\w+)", near)
                 name = names[-1] if names else ""
-            yield Assigned(name, value, words[at].raw, words[at].line)
+            yield Assigned(name, value, command[index].raw, command[index].line)
 
 
-def _runner_of(words: Sequence[Word], at: int) -> str:
+def _find_runner(words: Sequence[Word], index: int) -> str:
     """Return the kind of program that runs this word as a command (option -c), python or bash; empty: none."""
-    if not re.fullmatch(r"-\w*c", words[at - 1].text):
+    if not re.fullmatch(r"-\w*c", words[index - 1].text):
         return ""
     program = name_of(words[0])
-    near = next((name_of(each) for each in reversed(words[max(0, at - 8) : at]) if each.text[:1] != "-"), program)
+    near = next((name_of(each) for each in reversed(words[max(0, index - 8) : index]) if each.text[:1] != "-"), program)
     if "python" in (program, near):
         return "python"
-    own, is_text = {program, near} & _NAMES["own_c"], re.search(r"\s", words[at].text) is not None
-    return "bash" if near in _NAMES["shells"] - _NAMES["own_c"] or (is_text and not own) else ""
+    own_option, is_text = {program, near} & _NAMES["own_c"], re.search(r"\s", words[index].text) is not None
+    return "bash" if near in _NAMES["shells"] - _NAMES["own_c"] or (is_text and not own_option) else ""

@@ -109,11 +109,11 @@ class Script:
     findings: list[Finding] = field(default_factory=list)  # about the text itself
     unread: list[Unread] = field(default_factory=list)
 
-    def set(self, given: Assigned) -> None:
+    def set(self, assigned: Assigned) -> None:
         """Set a variable for every launch. `A=$A` with an unknown A keeps the earlier value."""
-        itself = given.raw.strip("\"'") in (f"${given.name}", f"${{{given.name}}}")
-        if not (itself and given.value == OPEN and given.name in self.always):
-            self.always[given.name] = given
+        itself = assigned.raw.strip("\"'") in (f"${assigned.name}", f"${{{assigned.name}}}")
+        if not (itself and assigned.value == OPEN and assigned.name in self.always):
+            self.always[assigned.name] = assigned
 
     def settings(self) -> Iterator[Settings]:
         """Yield every group of settings."""

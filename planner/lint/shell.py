@@ -22,12 +22,12 @@ from planner.lint.findings import finding
 from planner.lint.programs import (
     IN_CONTAINER,
     MOST_OPTIONS,
+    find_program,
     is_idle,
     is_launcher,
+    list_removed,
     name_of,
-    parts_of,
-    program_behind,
-    removed_names,
+    split_command,
 )
 from planner.lint.script import (
     JOB_SIZE,
@@ -81,16 +81,16 @@ def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> 
 
     `before` are variables that are set before it; `line` is the number of the first line, or 0.
     """
-    known, files = list(before), list[str]()
+    variables, files = list(before), list[str]()
     of_fish = read_table(__file__, "data/forms.toml")["fish"] if pattern("fish").match(text) else ()
     for expression, replacement in of_fish:
         text = re.sub(expression, replacement, text)
     for number, row in enumerate(text.splitlines()):
         if (match := _DIRECTIVE.match(row)) and "=" in match[1]:  # such as `#SBATCH --export=...`
             options = read_shell("sbatch " + match[1].split(" #")[0], line=line and line + number)
-            known += [each for settings in options.settings() for each in settings.values()]
+            variables += [each for settings in options.settings() for each in settings.values()]
             files += options.files
-    reader = _Reader(known)
+    reader = _Reader(variables)
     reader.script.files = files
     reader.follow_ways(text, line)
     return reader.script
@@ -105,8 +105,8 @@ def read_assignment(text: str, before: Iterable[Assigned], line: int) -> list[As
 
 def expand(text: str) -> str:
     """Expand a value with references such as `${NAME:-default}` (Compose, envsubst); unknown parts become OPEN."""
-    found = read_assignment('A="' + text.replace('"', '\\"') + '"', (), 0)
-    return found[0].value if [each.name for each in found] == ["A"] else OPEN
+    assigned = read_assignment('A="' + text.replace('"', '\\"') + '"', (), 0)
+    return assigned[0].value if [each.name for each in assigned] == ["A"] else OPEN
 
 
 class _Reader(Expander):
@@ -176,19 +176,19 @@ class _Reader(Expander):
         launches = sorted(self._launches.values(), key=lambda each: (len(each.way), not each.sure))
         launched = {name for each in launches if each.sure for name in each.settings}
         has_launcher = any(each.sure for each in launches)
-        found: dict[frozenset[tuple[str, str]], _Launch] = {}
+        by_settings: dict[frozenset[tuple[str, str]], _Launch] = {}
         for each in launches:
-            settings = {name: one for name, one in each.settings.items() if each.sure or name not in launched}
+            settings = {name: variable for name, variable in each.settings.items() if each.sure or name not in launched}
             if each.label or not has_launcher:
-                found.setdefault(_content(settings), each._replace(settings=settings))
-        for content, each in list(found.items()):
-            if any(content < other and each.way == launch.way for other, launch in found.items()):
-                del found[content]
-        several = len([each for each in found.values() if not each.way]) > 1
-        for each in found.values():
+                by_settings.setdefault(_get_content(settings), each._replace(settings=settings))
+        for content, each in list(by_settings.items()):
+            if any(content < other and each.way == launch.way for other, launch in by_settings.items()):
+                del by_settings[content]
+        several = len([each for each in by_settings.values() if not each.way]) > 1
+        for each in by_settings.values():
             label = "; ".join(filter(None, [each.label if several else "", *each.way]))
             self.script.ways.append((label, each.settings))
-        if len(found) == 1:
+        if len(by_settings) == 1:
             self.script.always = self.script.ways.pop()[1]
         for name in self._exported:
             self.script.loose.pop(name, None)
@@ -202,9 +202,9 @@ class _Reader(Expander):
         with self.during(source=text.encode("utf-8", "replace"), first=line):
             self._follow(root.children)
 
-    def _report(self, line: int, why: str) -> None:
+    def _report(self, line: int, reason: str) -> None:
         """Report a line that cannot be followed."""
-        self.script.unread.append(Unread(line=line, why=why))
+        self.script.unread.append(Unread(line=line, why=reason))
 
     def _report_syntax(self, node: Node) -> None:
         """Report lines with invalid syntax near settings; statements inside are followed."""
@@ -279,13 +279,13 @@ class _Reader(Expander):
             likely = is_test == (node.type == "negated_command")
         succeeds = self._decide(text, f"if {title}", likely=likely)
         for test, name in re.findall(r"-([nz])\s+\"?\$\{?(\w+)", text):  # the variable is not empty behind this test
-            if succeeds == (test == "n") and (found := self.scope.variables.get(name)) and not found.value:
-                self.scope.variables[name] = found._replace(value=OPEN)
+            if succeeds == (test == "n") and (variable := self.scope.variables.get(name)) and not variable.value:
+                self.scope.variables[name] = variable._replace(value=OPEN)
         return succeeds
 
     def _list(self, node: Node) -> None:
         """Follow `a && b || c`. The grammar nests such lists to the left, so a loop replaces deep recursion."""
-        whole, chain = node.id, list[tuple[str, Node]]()
+        list_id, chain = node.id, list[tuple[str, Node]]()
         while node.type == "list":
             chain.append((node.children[1].type, node.children[-1]))
             node = node.children[0]
@@ -300,9 +300,9 @@ class _Reader(Expander):
             is_followed = success == (sign == "&&")
             self._follow([each] if is_followed else [])
             node = each
-        self._known = {} if is_followed else {whole: success}
+        self._known = {} if is_followed else {list_id: success}
 
-    def _block(self, node: Node) -> None:
+    def _follow_block(self, node: Node) -> None:
         """Follow a block of statements. The grammar parses an arithmetic command `((...))` as a block, too."""
         if node.children and node.children[0].type == "((":
             self._forget(self.text(node), node)
@@ -324,12 +324,12 @@ class _Reader(Expander):
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
         return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
 
-    def _if(self, node: Node) -> None:
+    def _follow_if(self, node: Node) -> None:
         """Follow the conditions of `if` up to the branch that is taken."""
         clauses = [node, *(each for each in node.children if each.type in ("elif_clause", "else_clause"))]
         for clause in clauses:
             children = [each for each in clause.children if each not in clauses]
-            then = next((at for at, each in enumerate(children) if each.type == "then"), 0)
+            then = next((index for index, each in enumerate(children) if each.type == "then"), 0)
             condition, branch = [each for each in children[1:then] if each.is_named], children[then + 1 :]
             self._follow(condition)
             leaves = any(_LEAVES.search(self.text(each)) for each in branch)
@@ -337,7 +337,7 @@ class _Reader(Expander):
                 self._follow(branch)
                 break
 
-    def _case(self, node: Node) -> None:
+    def _follow_case(self, node: Node) -> None:
         """Follow each item of `case` on a way of its own. The value is not compared with the patterns."""
         of, items = node.named_children[0], [each for each in node.children if each.type == "case_item"]
         self.value(of)
@@ -354,15 +354,15 @@ class _Reader(Expander):
     def _loop(self, node: Node) -> None:
         """Follow the body of a loop: once for each literal word of a `for`, else once with an unknown variable."""
         body, name = node.child_by_field_name("body") or node, node.child_by_field_name("variable")
-        given = node.children_by_field_name("value")
+        items = node.children_by_field_name("value")
         head = self.source[node.start_byte : body.start_byte].decode("utf-8", "replace")
-        list(map(self.value, given))
+        list(map(self.value, items))
         if node.type == "while_statement":
             self._follow([each for each in node.named_children if each != body])
         elif name is None:
             self._forget(head, node)
-        literal = 0 < len(given) <= _MOST_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in given)
-        for word in map(self.text, given) if literal else (OPEN,):
+        literal = 0 < len(items) <= _MOST_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in items)
+        for word in map(self.text, items) if literal else (OPEN,):
             if name is not None:
                 raw = word if literal else head.partition(" in ")[2].split(";")[0].strip()
                 self.set(Assigned(self.text(name), word, raw, self.line(node)))
@@ -374,10 +374,10 @@ class _Reader(Expander):
 
     # -- texts that commands write and read
 
-    def _pipeline(self, node: Node) -> None:
+    def _follow_pipeline(self, node: Node) -> None:
         """Follow the commands of a pipeline, each in a subshell. What they write is for the last one."""
         parts = node.named_children
-        reader = self._reader_of(parts[-1])
+        reader = self._find_reader(parts[-1])
         with self.during(_target=reader):
             for part in parts[:-1]:
                 self._follow_apart([part])
@@ -385,16 +385,16 @@ class _Reader(Expander):
             self._pass_on(self._written.pop(reader))
         self._follow_apart(parts[-1:])
 
-    def _reader_of(self, node: Node) -> str:
+    def _find_reader(self, node: Node) -> str:
         """Return the program that reads the input of a command, or the file into which tee writes it."""
-        words = [Word(each, each) for each in _SET_BEFORE.sub("", self.text(node)[:1000]).split()]
-        program = program_behind(words) if words else 0
-        if program >= len(words):
+        command = [Word(each, each) for each in _SET_BEFORE.sub("", self.text(node)[:1000]).split()]
+        program = find_program(command) if command else 0
+        if program >= len(command):
             return ""
-        files = [each.text for each in words[program + 1 :] if each.text[:1] not in ("-", ">", "<")]
-        return files[0] if files and name_of(words[program]) == "tee" else name_of(words[program])
+        files = [each.text for each in command[program + 1 :] if each.text[:1] not in ("-", ">", "<")]
+        return files[0] if files and name_of(command[program]) == "tee" else name_of(command[program])
 
-    def _redirected(self, node: Node) -> None:
+    def _follow_redirection(self, node: Node) -> None:
         """Follow a statement with its output file and its here-document."""
         body, target = node.child_by_field_name("body"), ""
         behind: list[Node] = []  # `| b` and `&& b` behind `a <<E`, which the grammar puts inside the redirection
@@ -402,12 +402,12 @@ class _Reader(Expander):
         for each in [*node.children, *inside]:
             to = each.child_by_field_name("destination")
             if each.type == "file_redirect" and to is not None:
-                found = self.words(to)[:1]  # this follows commands inside, too
+                targets = self.words(to)[:1]  # this follows commands inside, too
                 writes = re.match(r"&?>", self.text(each)) is not None
-                target = found[0].text if writes and found and not found[0].text.isdigit() else target
+                target = targets[0].text if writes and targets and not targets[0].text.isdigit() else target
             elif each in inside and each.type in _PARTS:
                 behind += each.named_children or [each]
-                target = target or (self._reader_of(behind[-1]) if each.type == "pipeline" else "")
+                target = target or (self._find_reader(behind[-1]) if each.type == "pipeline" else "")
             elif each.type == "ERROR":
                 self._report_syntax(each)
         with self.during(_target=target or self._target):
@@ -418,7 +418,7 @@ class _Reader(Expander):
 
     def _read_document(self, node: Node, command: Node | None) -> None:
         """Follow the here-document or here-string of a command. Variables in a here-document are unknown."""
-        reader = self._reader_of(command) if command is not None else ""
+        reader = self._find_reader(command) if command is not None else ""
         target = self._target if reader in ("", "cat") else reader
         for redirect in node.children:
             if redirect.type == "herestring_redirect":
@@ -433,19 +433,19 @@ class _Reader(Expander):
                     text = re.sub(r"(?<!\\)\$(?:\w+|\{[^{}\n]*\})", OPEN, text).replace("\\$", "$")
                 self._pass_on(Inner(text, target, self.line(body)))
 
-    def _pass_on(self, given: Inner) -> None:
+    def _pass_on(self, inner: Inner) -> None:
         """Follow a text that is written into a file, or read by a program: a shell, Python, kubectl, ssh."""
-        target = {"kubectl": "manifest.yaml", "oc": "manifest.yaml"}.get(given.target, given.target)
+        target = {"kubectl": "manifest.yaml", "oc": "manifest.yaml"}.get(inner.target, inner.target)
         if target in _NAMES["shells"]:
-            self._follow_nested(given.text, given.line)
-        elif given.text.strip(OPEN + "\n") and target not in _NAMES["idle"] and not target.startswith("/dev/"):
-            self.script.inner.append(given._replace(target=target.replace(OPEN, "...")))
+            self._follow_nested(inner.text, inner.line)
+        elif inner.text.strip(OPEN + "\n") and target not in _NAMES["idle"] and not target.startswith("/dev/"):
+            self.script.inner.append(inner._replace(target=target.replace(OPEN, "...")))
 
-    def _write(self, program: str, given: Sequence[Word], line: int) -> None:
+    def _write(self, program: str, arguments: Sequence[Word], line: int) -> None:
         """Store the output of echo or printf. What several of them write into the same file is one text."""
-        parts = [each.text for each in given if each.text not in ("-e", "-n", "-E")]
+        parts = [each.text for each in arguments if each.text not in ("-e", "-n", "-E")]
         if program == "printf" and parts[:1] == ["-v"]:
-            self._read_variables(program, given[1:2], line)
+            self._read_variables(program, arguments[1:2], line)
             return
         text = (" ".join(parts) if program == "echo" else "".join(parts[:1])).replace("\\n", "\n")
         text = OPEN if program == "printf" and "%" in text else text
@@ -453,7 +453,7 @@ class _Reader(Expander):
             with self.during(scope=self.scope.copy()):  # for a launcher that reads the output
                 self._start([Word("hydra", "hydra"), *overrides], 0, line)
         if self._target not in ("", "a text") and text.strip():
-            end = "\n" if program == "echo" and given[0].text != "-n" else ""
+            end = "\n" if program == "echo" and arguments[0].text != "-n" else ""
             written = self._written.get(self._target, Inner("", self._target, line))
             self._written[self._target] = written._replace(text=written.text + text + end)
 
@@ -465,31 +465,31 @@ class _Reader(Expander):
 
     # -- variables
 
-    def set(self, given: Assigned, *, exported: bool | None = None) -> None:
+    def set(self, assigned: Assigned, *, exported: bool | None = None) -> None:
         """Set a variable. If `exported` is None, it is exported if it was before, or if `set -a` is active."""
-        if not NAME.match(given.name):
+        if not NAME.match(assigned.name):
             return
         self.spend(WORK_OF_WORD)
-        before = self.scope.variables.get(given.name)
+        before = self.scope.variables.get(assigned.name)
         if exported is None:
             exported = self.scope.exports_all or (before is not None and before.exported)
-        self.scope.variables[given.name] = given = given._replace(exported=exported)
+        self.scope.variables[assigned.name] = assigned = assigned._replace(exported=exported)
         if exported:
-            self._exported.add(IN_CONTAINER.sub("", given.name))
-        elif not given.unset and NEXT_ITEM not in given.value:
-            self.script.loose[given.name] = given
+            self._exported.add(IN_CONTAINER.sub("", assigned.name))
+        elif not assigned.unset and NEXT_ITEM not in assigned.value:
+            self.script.loose[assigned.name] = assigned
 
     def _export(self, name: str, line: int) -> None:
         """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
         self.set(self.scope.variables.get(name, Assigned(name, OPEN, f"${name}", line)), exported=True)
 
-    def _declaration(self, node: Node) -> None:
+    def _follow_declaration(self, node: Node) -> None:
         """Follow export, declare, typeset, local, readonly or unset. bash expands all words before it assigns."""
         keyword, line = self.text(node.children[0]), self.line(node)
-        given, options = list[Assigned](), ""
+        assigned, options = list[Assigned](), ""
         for child in node.named_children:
             if child.type == "variable_assignment":
-                given.append(self.evaluate(child))
+                assigned.append(self.evaluate(child))
                 continue
             if child.type == "ERROR":
                 self._report_syntax(child)
@@ -497,7 +497,7 @@ class _Reader(Expander):
             for word in self.words(child):
                 name, equals, value = word.text.partition("=")
                 options += f" {name}" if name[:1] in ("-", "+") else ""
-                given.append(Assigned(name, value, value, line, exported=False, unset=not equals))
+                assigned.append(Assigned(name, value, value, line, exported=False, unset=not equals))
                 if OPEN in name and NAME.match(name.replace(OPEN, "A")):
                     self._report(line, f"the names of the variables that {keyword} gets are unknown")
         exports = keyword == "export" or re.search(r"-\w*x", options) is not None
@@ -505,7 +505,7 @@ class _Reader(Expander):
             self._report(line, keyword + options)
         self._calls_any = self._calls_any or (exports and "-f" in options)
         is_local = keyword in ("local", "declare", "typeset") and "g" not in options
-        for each in given if "-f" not in options else ():
+        for each in assigned if "-f" not in options else ():
             if is_local:
                 self._hidden.setdefault(each.name, self.scope.variables.get(each.name))
             if keyword == "unset" and NAME.match(each.name):
@@ -519,35 +519,35 @@ class _Reader(Expander):
 
     def _command(self, node: Node) -> None:
         """Follow a simple command: a built-in, a function or a program, with the variables that are set for it."""
-        words, line = list[Word](), self.line(node)
-        given = [each for each in node.children if each.type == "variable_assignment"]
-        end = given[-1].end_byte if given else node.end_byte
+        command, line = list[Word](), self.line(node)
+        assignments = [each for each in node.children if each.type == "variable_assignment"]
+        end = assignments[-1].end_byte if assignments else node.end_byte
         if (match := _ENDS_LINE.match(self.source, end)) and match.end() < node.end_byte:
-            self._follow(given)
-            rest = self.source[end : node.end_byte].decode("utf-8", "replace")
-            self.follow_text(rest, line and self.first + given[-1].end_point.row)
+            self._follow(assignments)
+            tail = self.source[end : node.end_byte].decode("utf-8", "replace")
+            self.follow_text(tail, line and self.first + assignments[-1].end_point.row)
             return
         for child in node.named_children:
             if child.type == "command_name":
-                words += self.words(child.children[0]) if child.children else []
+                command += self.words(child.children[0]) if child.children else []
             elif child.type == "subshell":  # `time ( ... )`
                 self._follow([child])
             elif child.type == "ERROR":
                 self._report_syntax(child)
             elif not child.type.endswith(("_redirect", "assignment", "comment")):
-                words += self.words(child)
-        self.spend(WORK_OF_WORD * len(words))
+                command += self.words(child)
+        self.spend(WORK_OF_WORD * len(command))
         self._read_document(node, node)
-        if given and _NAMES["declares"].intersection(each.text for each in words[:2]):
+        if assignments and _NAMES["declares"].intersection(each.text for each in command[:2]):
             if NAMED.search(self.text(node)):
                 self._report(line, "assignments before export or another declaration")
             return
         before: dict[str, Assigned | None] = {}
-        for each in map(self.evaluate, given):
+        for each in map(self.evaluate, assignments):
             before.setdefault(each.name, self.scope.variables.get(each.name))
-            self.set(each, exported=True if words else None)
-        if words:
-            self._run(words, line)
+            self.set(each, exported=True if command else None)
+        if command:
+            self._run(command, line)
             self._restore(before)
 
     def _restore(self, before: Mapping[str, Assigned | None]) -> None:
@@ -559,39 +559,39 @@ class _Reader(Expander):
 
     def _run(self, words: list[Word], line: int) -> None:
         """Follow a simple command with its expanded words."""
-        at = program_behind(words)
-        wrappers, program = [name_of(each) for each in words[:at]], words[at].text if at < len(words) else ""
+        index = find_program(words)
+        wrappers, program = [name_of(each) for each in words[:index]], words[index].text if index < len(words) else ""
         of_shell = _NAMES["of_shell"].issuperset(wrappers)
         if of_shell and program in _BUILTINS:
-            _BUILTINS[program](self, program, words[at + 1 :], line)
+            _BUILTINS[program](self, program, words[index + 1 :], line)
         elif of_shell and program in self.scope.functions and program not in self._active:
-            self._call(words[at:], line)
+            self._call(words[index:], line)
         elif program:
             if of_shell and OPEN in program:  # a function may call another one that its arguments name: `run setup`
                 self._calls_any = self._calls_any or any(OPEN in each for each in self._arguments)
                 for name in {*self._arguments}.intersection(self.scope.functions).difference(self._active):
                     self._call([Word(name, name)], line)
             with self.during(scope=self.scope.copy()):
-                self._start(words, at, line)
+                self._start(words, index, line)
             self._left = "exit" if "exec" in wrappers else self._left
 
-    def _call(self, words: list[Word], line: int) -> None:
+    def _call(self, command: list[Word], line: int) -> None:
         """Follow the call of a function. Its arguments may be a command that it runs. Recursion is not followed."""
-        if any(NAMED.search(word.text) for word in words[1:]):
+        if any(NAMED.search(word.text) for word in command[1:]):
             with self.during(scope=self.scope.copy()):
-                self._start([Word("env", "env"), *words[1:]], 0, line)
-        body, source, first = self.scope.functions[words[0].text]
-        self._called.add(words[0].text)
-        active = (*self._active, words[0].text)
-        arguments = [each.text for each in words[1:]]
+                self._start([Word("env", "env"), *command[1:]], 0, line)
+        body, source, first = self.scope.functions[command[0].text]
+        self._called.add(command[0].text)
+        active = (*self._active, command[0].text)
+        arguments = [each.text for each in command[1:]]
         with self.during(source=source, first=first, loops=0, _active=active, _hidden={}, _arguments=arguments):
             self._follow([body])
             self._restore(self._hidden)
         self._left = "" if self._left == "return" else self._left
 
-    def _start(self, words: list[Word], at: int, line: int) -> None:
+    def _start(self, words: list[Word], index: int, line: int) -> None:
         """Start the program `words[at]`. It gets the exported variables, changed by the words of its command."""
-        started, program, sets = self._started, words[at:], False
+        started, program, sets = self._started, words[index:], False
         idle = is_idle(program)
         command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
         is_remote = pattern("mpirun_to_hosts").match(command) and not _SCHEDULED.search(self.source)
@@ -599,9 +599,9 @@ class _Reader(Expander):
             if each.exported and not each.unset and pattern("own").match(name) and name not in command:
                 note = finding("env.name.unexported/mpirun", name, each.value.replace(OPEN, "..."))
                 self.script.findings += [] if note in self.script.findings else [note]
-        for name in removed_names(command, self.scope.variables):
+        for name in list_removed(command, self.scope.variables):
             del self.scope.variables[name]
-        for part in parts_of(words):
+        for part in split_command(words):
             if isinstance(part, Assigned):
                 sets = sets or is_judged(part.name)
                 self.set(part._replace(line=part.line or line), exported=True)
@@ -631,30 +631,30 @@ class _Reader(Expander):
         self.spend(WORK_OF_WORD * len(settings))
         if len(self._launches) < _MOST_LAUNCHES:
             launch = _Launch(label, sure, tuple(name for _, name in self._way.values()), settings)
-            self._launches.setdefault((label, sure, _content(settings)), launch)
+            self._launches.setdefault((label, sure, _get_content(settings)), launch)
         else:
             self._report(0, "too many commands that start programs")
 
     # -- built-ins
 
-    def _leave(self, program: str, given: Sequence[Word], line: int) -> None:
-        if program in ("break", "continue") and given and given[0].text != "1":
+    def _leave(self, program: str, arguments: Sequence[Word], line: int) -> None:
+        if program in ("break", "continue") and arguments and arguments[0].text != "1":
             self._report(line, f"{program} of several loops")
         if {"exit": True, "return": bool(self._active)}.get(program, self.loops > 0):
             self._left = program
 
-    def _source(self, _program: str, given: Sequence[Word], line: int) -> None:
-        if given and given[0].text not in ("", "/dev/null"):
-            self.script.files.append(given[0].raw + f" (line {line})" * bool(line))
+    def _source(self, _program: str, arguments: Sequence[Word], line: int) -> None:
+        if arguments and arguments[0].text not in ("", "/dev/null"):
+            self.script.files.append(arguments[0].raw + f" (line {line})" * bool(line))
 
-    def _read_variables(self, program: str, given: Sequence[Word], line: int) -> None:
+    def _read_variables(self, program: str, arguments: Sequence[Word], line: int) -> None:
         """Set the variables of read, mapfile or let to unknown values."""
-        for word in given:
+        for word in arguments:
             self.set(Assigned(re.split(r"\W", word.text)[0], OPEN, f"(set by {program})", line))
 
-    def _evaluate(self, program: str, given: Sequence[Word], line: int) -> None:
+    def _evaluate(self, program: str, arguments: Sequence[Word], line: int) -> None:
         """Follow the commands of eval as far as they are known. Report those of trap."""
-        text = " ".join(each.text for each in given)
+        text = " ".join(each.text for each in arguments)
         if program == "trap":
             if NAMED.search(text):
                 self._report(line, "the commands of trap")
@@ -666,16 +666,16 @@ class _Reader(Expander):
         if program == "eval" and re.match(rf"\s*\w*{OPEN}", text):
             self.script.files.append("the commands of eval" + f" in line {line}" * bool(line))
 
-    def _set_options(self, _program: str, given: Sequence[Word], line: int) -> None:
+    def _set_options(self, _program: str, arguments: Sequence[Word], line: int) -> None:
         """Follow `set -a`. Names that set gets are arguments, outside fish."""
-        options = [each.text for each in given]
+        options = [each.text for each in arguments]
         if any(map(NAMED.search, options)):
             self._report(line, "the arguments of set")
         elif match := re.match(r"(?:[-+]\w+ (?:\w+ )?)*?([-+])\w*(?:a\w*|o allexport) ", " ".join([*options, ""])):
             self.scope.exports_all = match[1] == "-"
 
 
-def _content(settings: Settings) -> frozenset[tuple[str, str]]:
+def _get_content(settings: Settings) -> frozenset[tuple[str, str]]:
     """Return the pairs of name and value."""
     return frozenset((name, each.value) for name, each in settings.items())
 
@@ -684,16 +684,16 @@ def _content(settings: Settings) -> frozenset[tuple[str, str]]:
 _CERTAIN = ("variable_assignment", "variable_assignments", "declaration_command")
 
 _FOLLOW: Mapping[str, Callable[[_Reader, Node], object]] = {
-    **dict.fromkeys(("compound_statement", "do_group", "else_clause"), _Reader._block),
-    "list": _Reader._list, "if_statement": _Reader._if, "case_statement": _Reader._case,
+    **dict.fromkeys(("compound_statement", "do_group", "else_clause"), _Reader._follow_block),
+    "list": _Reader._list, "if_statement": _Reader._follow_if, "case_statement": _Reader._follow_case,
     "negated_command": lambda reader, node: reader._follow(node.children[-1:]),
-    "redirected_statement": _Reader._redirected, "pipeline": _Reader._pipeline,
+    "redirected_statement": _Reader._follow_redirection, "pipeline": _Reader._follow_pipeline,
     "test_command": lambda reader, node: list(map(reader.value, node.named_children)),
     **dict.fromkeys(("for_statement", "while_statement", "c_style_for_statement"), _Reader._loop),
     "subshell": lambda reader, node: reader._follow_apart(node.children), "function_definition": _Reader._define,
     "variable_assignment": lambda reader, node: reader.set(reader.evaluate(node)),
     "variable_assignments": lambda reader, node: reader._follow(node.children),
-    **dict.fromkeys(("declaration_command", "unset_command"), _Reader._declaration), "command": _Reader._command,
+    **dict.fromkeys(("declaration_command", "unset_command"), _Reader._follow_declaration), "command": _Reader._command,
 }  # fmt: skip
 
 _BUILTINS: Mapping[str, Callable[[_Reader, str, Sequence[Word], int], None]] = {

@@ -51,10 +51,10 @@ class Reading(NamedTuple):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables found, sorted."""
-        found = {
+        names = {
             name for each in self.environments for name in {**each.environment, **each.unresolved, **each.unexported}
         }
-        return tuple(sorted(found - {*JOB_SIZE}))
+        return tuple(sorted(names - {*JOB_SIZE}))
 
 
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
@@ -66,15 +66,15 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     if kind is not None and kind not in FORMS:
         raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
-    own, other = (kind, kind) if kind else (guess_kind(text, name), guess_kind(text))
-    for each in (own, other) if own != other else ():  # a name may mislead
+    named_kind, other = (kind, kind) if kind else (guess_kind(text, name), guess_kind(text))
+    for each in (named_kind, other) if named_kind != other else ():  # a name may mislead
         with contextlib.suppress(EnvironmentTextError):
-            if (found := _reading(text, each)).names():
-                return found
-    return _reading(text, own)
+            if (reading := _read_as(text, each)).names():
+                return reading
+    return _read_as(text, named_kind)
 
 
-def _reading(text: str, kind: str) -> Reading:
+def _read_as(text: str, kind: str) -> Reading:
     if len(text) > (limit := _LIMITS.get(kind, _LIMIT_SCRIPT)):
         raise EnvironmentTextError(f"{len(text)} characters are more than the {limit} that are read of a {kind}")
     if kind not in _LIMITS or pattern("exports").search(text):
@@ -82,70 +82,70 @@ def _reading(text: str, kind: str) -> Reading:
 
         limit_parsing()
     title, parts = _read(text, kind, 0)
-    own = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
+    used = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
     all_reduce = kind not in _LIMITS and pattern("only_all_reduce").match(text) is not None
-    environments = tuple(each for source, script in parts for each in _environments(source, script, own, all_reduce))
+    environments = tuple(each for source, script in parts for each in _environments(source, script, used, all_reduce))
     unread = [each for _, script in parts for each in script.unread]
-    found = {name for _, script in parts for settings in script.settings() for name in settings}
-    lost = _unfound(text, found, pattern("setting"), "no program that is started gets it") if kind in _PROGRAMS else ()
+    names = {name for _, script in parts for settings in script.settings() for name in settings}
+    lost = _unfound(text, names, pattern("setting"), "no program that is started gets it") if kind in _PROGRAMS else ()
     unreached = [each for each in lost if is_read(each.name)]
     if kind in _DOCUMENTS:
-        lost = _unfound(text, found, SETS, "{name} is in a place where no variable is read")
+        lost = _unfound(text, names, SETS, "{name} is in a place where no variable is read")
         unread = [*lost, *unread]
     return Reading(
         form=title, environments=environments, files=tuple(dict.fromkeys(f for _, each in parts for f in each.files)),
-        unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_nodes(text),
-        gpus=_gpus(text) if kind not in _LIMITS else None,
+        unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_count_nodes(text),
+        gpus=_count_gpus(text) if kind not in _LIMITS else None,
         unreached=tuple({each.name: each for each in unreached if each.line not in {e.line for e in unread}}.values()),
     )  # fmt: skip
 
 
-def _unfound(text: str, found: set[str], pattern: re.Pattern[str], why: str, first: int = 1) -> Iterator[Unread]:
+def _unfound(text: str, names: set[str], pattern: re.Pattern[str], reason: str, first: int = 1) -> Iterator[Unread]:
     """Yield the lines that look like an assignment of a variable that no reader found."""
     for number, row in enumerate(text.splitlines()):
         for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
-            if name and name[0] not in found:
-                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
+            if name and name[0] not in names:
+                yield Unread(line=first and first + number, why=reason.replace("{name}", name[0]), name=name[0])
 
 
-def _nodes(text: str) -> int | None:
+def _count_nodes(text: str) -> int | None:
     """Return the largest number of nodes that the text requests; None if it contains none."""
     matches, master = pattern("nodes").finditer(text), "Master:" in text
     found = [int(each[each.lastgroup]) + (each.lastgroup == "workers" and master) for each in matches if each.lastgroup]
     return max(found) if found else None
 
 
-def _gpus(text: str) -> int | None:
+def _count_gpus(text: str) -> int | None:
     """Return the largest number of GPUs that a pod or node gets; None if it is unknown, or reaches those of others."""
-    found = [number for match in pattern("gpus").findall(text) for number in match if number]
-    if not found or not all(map(str.isdecimal, found)) or pattern("reaches_gpus").search(text):
+    counts = [number for match in pattern("gpus").findall(text) for number in match if number]
+    if not counts or not all(map(str.isdecimal, counts)) or pattern("reaches_gpus").search(text):
         return None
-    return max(map(int, found))
+    return max(map(int, counts))
 
 
-def why_nothing(text: str, reading: Reading) -> str:
+def explain_nothing(text: str, reading: Reading) -> str:
     """Return the error message for a text in which no variable was found."""
     lines = {number: row for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)}
     if not lines:
         return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
     if reading.form != FORMS["other"] and all(row.lstrip().startswith("#") for row in lines.values()):
-        return f"NCCL's variables are named only in comments ({listed_lines(lines)}); it was read as: {reading.form}"
+        return f"NCCL's variables are named only in comments ({list_lines(lines)}); it was read as: {reading.form}"
     looks = _first(_PATTERNS["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks and (looks != "Markdown" or not text.startswith("#!")) else ""
     like += f" Not read: {', '.join(reading.files[:3])}." if reading.files else ""
     return (
-        f"{count} NCCL's variables ({listed_lines(lines)}), and none sets one in a form that is read. It was read as: "
+        f"{count} NCCL's variables ({list_lines(lines)}), and none sets one in a form that is read. It was read as: "
         f"{reading.form}.{like} Forms that are read: {', '.join(KINDS)} (--kind)"
     )
 
 
-def listed_lines(lines: Iterable[int]) -> str:
+def list_lines(lines: Iterable[int]) -> str:
     """Format line numbers: "line 3", "lines 3, 7, 9"; at most ten numbers."""
     numbers = sorted(set(lines))
-    shown = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
-    return f"line{'s' if len(numbers) > 1 else ''} {shown}"
+    listed = ", ".join(map(str, numbers[:10])) + (f" and {len(numbers) - 10} more" if len(numbers) > 10 else "")
+    return f"line{'s' if len(numbers) > 1 else ''} {listed}"
 
 
 _Parts = list[tuple[str, Script]]
@@ -156,10 +156,10 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
     if kind in _DOCUMENTS:
         from planner.lint.documents import read_documents
 
-        title, found = read_documents(text, kind, max(first, 1))
+        title, scripts = read_documents(text, kind, max(first, 1))
         parts: _Parts = []
-        for place, script in found.items():
-            parts += [(place, script), *_inner(script, place, depth)]
+        for place, script in scripts.items():
+            parts += [(place, script), *_read_inner(script, place, depth)]
         return title, parts
     title, script = FORMS[kind], Script()
     if kind == "dockerfile":
@@ -172,24 +172,24 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
         script = read_shell(f"set -a; {text}" if kind == "env" else text, line=first)  # for dotenv, or `set -a`
         title = "Slurm batch script" if re.search(r"^#SBATCH\s", text, re.MULTILINE) else title
     elif kind in ("env", "conf"):
-        script = _lines(text, kind, first)
+        script = _read_lines(text, kind, first)
     elif kind != "other":
         entries = re.findall(r"(?:^|\0)([^=\0]+)=([^\0]*)", text)[::-1]  # getenv(3) uses the first duplicate
         pairs = entries if kind == "process" else pattern("logged").findall(text)
         script.always = {name: Assigned(name, value, value) for name, value in pairs}
     source = {"log": "log"}.get(kind, title)
-    return title, [(source, script), *_inner(script, title, depth)]
+    return title, [(source, script), *_read_inner(script, title, depth)]
 
 
-def _lines(text: str, kind: str, first: int) -> Script:
+def _read_lines(text: str, kind: str, first: int) -> Script:
     """Read an env file or nccl.conf: the value is everything after the first `=`, quotes included.
 
     docker uses the last of duplicate entries. NCCL keeps all blanks, accepts `#` only in the first column, and uses the
     first of duplicate entries.
     """
     script = Script()
-    for at, row in enumerate(text.splitlines()):
-        number, bare = first and first + at, row.lstrip()
+    for index, row in enumerate(text.splitlines()):
+        number, bare = first and first + index, row.lstrip()
         name, equals, value = (bare if kind == "env" else row).partition("=")
         if not bare or (bare[0] == "#" and (kind == "env" or row[0] == "#")):
             continue
@@ -202,45 +202,45 @@ def _lines(text: str, kind: str, first: int) -> Script:
     return script
 
 
-def _inner(script: Script, source: str, depth: int) -> _Parts:
+def _read_inner(script: Script, source: str, depth: int) -> _Parts:
     """Return the results of nested texts: files that a script writes, JSON in an option."""
     parts: _Parts = []
-    seen: set[str] = set()
+    texts: set[str] = set()
     for inner in script.inner if depth < _LIMIT_DEPTH else ():
-        if not pattern("judged").search(inner.text) or inner.text.strip() in seen:
+        if not pattern("judged").search(inner.text) or inner.text.strip() in texts:
             continue
-        seen.add(inner.text.strip())
+        texts.add(inner.text.strip())
         kind = guess_kind(inner.text, inner.target)
         where = inner.target if "/" in inner.target or "." in inner.target else f"{inner.target} of line {inner.line}"
         where = f"line {inner.line}" if where == "option.json" else where
         where = source if source.endswith(where) else f"{source} > {where}"  # a ConfigMap's key names its file
-        found: _Parts = []
+        parts_of_inner: _Parts = []
         with contextlib.suppress(EnvironmentTextError):  # its lines are reported below
-            found = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
+            parts_of_inner = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
         parts += [(f"{where} > {place}" if kind in _DOCUMENTS and place != "document" else where, each)
-                  for place, each in found]  # fmt: skip
-        read = any(settings for _, each in found for settings in each.settings())
-        if not read and not inner.target.endswith((".txt", ".log", ".out", ".err")):  # those are for a reader
+                  for place, each in parts_of_inner]  # fmt: skip
+        is_read = any(settings for _, each in parts_of_inner for settings in each.settings())
+        if not is_read and not inner.target.endswith((".txt", ".log", ".out", ".err")):  # those are for a reader
             script.unread += _unfound(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts
 
 
-def _environments(source: str, script: Script, own: frozenset[str], all_reduce: bool) -> Iterator[NamedEnvironment]:
+def _environments(source: str, script: Script, used: frozenset[str], all_reduce: bool) -> Iterator[NamedEnvironment]:
     """Yield the unconditional environment, then the complete environment of each launch or condition."""
-    named = {name for settings in script.settings() for name in settings}
-    loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in own}
+    names = {name for settings in script.settings() for name in settings}
+    loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in used}
     findings = tuple(script.findings)
     for label, way in (("", Settings()), *script.ways[:_LIMIT_SCOPES]):
         both = script.always | way
-        found = {name: each for name, each in both.items() if is_judged(name) or name in JOB_SIZE}
-        if not any(map(is_judged, [*found, *loose])):
+        variables = {name: each for name, each in both.items() if is_judged(name) or name in JOB_SIZE}
+        if not any(map(is_judged, [*variables, *loose])):
             continue
         yield NamedEnvironment(
             source=", ".join(filter(None, (source, label))), place=source,
-            environment={name: each.value for name, each in found.items() if OPEN not in each.value},
-            unresolved={name: each.raw.replace(OPEN, "...") for name, each in found.items() if OPEN in each.value},
-            unexported=loose, used=own, lines={name: each.line for name, each in found.items()},
-            also_set=frozenset(named - {*script.loose}), findings=findings, only_all_reduce=all_reduce,
+            environment={name: each.value for name, each in variables.items() if OPEN not in each.value},
+            unresolved={name: each.raw.replace(OPEN, "...") for name, each in variables.items() if OPEN in each.value},
+            unexported=loose, used=used, lines={name: each.line for name, each in variables.items()},
+            also_set=frozenset(names - {*script.loose}), findings=findings, only_all_reduce=all_reduce,
         )  # fmt: skip
         loose, findings = {}, ()
 

@@ -48,16 +48,16 @@ class NameList(NamedTuple):
         negated = text.startswith("^")
         text = text.removeprefix("^")
         exact = text.startswith("=")
-        words = [entry.split(":") for entry in text.removeprefix("=").split(",")]
-        entries = tuple((name, whole_number(port[0]) if port else None) for name, *port in words if name)
+        pairs = [entry.split(":") for entry in text.removeprefix("=").split(",")]
+        entries = tuple((name, whole_number(port[0]) if port else None) for name, *port in pairs if name)
         return cls(negated=negated, exact=exact, entries=entries)
 
     def matches(self, present: Sequence[tuple[str, int | None]]) -> Iterator[tuple[str, list[str]]]:
         """Yield each entry with the present names (name, port) that it matches."""
-        for wanted, wanted_port in self.entries:
-            yield wanted, list(dict.fromkeys(
+        for entry, wanted_port in self.entries:
+            yield entry, list(dict.fromkeys(
                 name for name, port in present
-                if (name == wanted if self.exact else name.startswith(wanted))
+                if (name == entry if self.exact else name.startswith(entry))
                 and (port is None or wanted_port is None or wanted_port == port)
             ))  # fmt: skip
 
@@ -68,7 +68,7 @@ class NameList(NamedTuple):
         return any(names for _, names in self.matches([(name, port)])) != self.negated
 
 
-def other_net(environment: Mapping[str, str]) -> str:
+def find_other_net(environment: Mapping[str, str]) -> str:
     """Return the setting that selects a network plugin instead of NCCL's own RDMA or sockets; "" if there is none."""
     net, plugin = environment.get("NCCL_NET", ""), environment.get("NCCL_NET_PLUGIN", "")
     if net:
@@ -89,7 +89,7 @@ def check_quotes(name: str, value: str) -> Iterator[Finding]:
     """Warn about quotes in an env file: some programs that read env files keep them."""
     entry = names().get(name)
     if entry is not None and is_quoted(value):
-        effect = _effect_of_garbage(name, entry)
+        effect = _describe_garbage(name, entry)
         yield finding("env.value.quotes/env_file", name, value, effect=effect, right=value.strip(value[0]))
 
 
@@ -109,21 +109,21 @@ def check_value(
     if is_quoted(value):
         off = name in VALUES["names"]["carries_data"] and strtoll(value.strip(value[0]))[0] != 0
         ends = off or name in (*VALUES["zero"], *VALUES["names"]["bytes"], "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")
-        effect, status = _effect_of_garbage(name, entry), Status.FAIL if ends else Status.WARN
+        effect, status = _describe_garbage(name, entry), Status.FAIL if ends else Status.WARN
         yield finding("env.value.quotes", name, value, status=status, effect=effect, right=value.strip(value[0]))
         return
     if name.endswith(("_FILE", "_PATH")) and value.startswith("~"):
         yield finding("env.value.kind/tilde", name, value)
     elif name in VALUES["level"]["names"]:
-        yield from _level(name, value, version)
+        yield from _check_level(name, value, version)
     elif name in ("NCCL_ALGO", "NCCL_PROTO"):
-        yield from _algorithms(name, value, version, only_all_reduce)
+        yield from _check_algorithms(name, value, version, only_all_reduce)
     elif name in VALUES["text"]:
-        yield from _text(name, value, version)
+        yield from _check_text(name, value, version)
     elif name in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "NCCL_OOB_NET_IFNAME"):
         yield from _list(name, value)
     elif entry.kind == "integer":
-        yield from _integer(name, value, entry)
+        yield from _check_integer(name, value, entry)
 
 
 def check_kind(name: str, value: str) -> Iterator[Finding]:
@@ -136,11 +136,11 @@ def check_kind(name: str, value: str) -> Iterator[Finding]:
     wrong = [each for each in bare if any(re.fullmatch(like[kind], each) for kind in ("address", row["wrong"]))]
     wrong = [value] if name == "GLOO_SOCKET_IFNAME" and value[:1] in ("^", "=") else wrong
     if wrong:
-        wanted, command = VALUES[row["names"]]["wanted"], VALUES[row["names"]]["command"]
-        yield finding("env.value.kind/names", name, value, wanted=wanted, wrong=", ".join(wrong), command=command)
+        expected, command = VALUES[row["names"]]["wanted"], VALUES[row["names"]]["command"]
+        yield finding("env.value.kind/names", name, value, wanted=expected, wrong=", ".join(wrong), command=command)
 
 
-def _effect_of_garbage(name: str, entry: NcclName) -> str:
+def _describe_garbage(name: str, entry: NcclName) -> str:
     """Describe what NCCL does with a value in quotes."""
     effects = VALUES["quoted"]
     of_text = VALUES["text"].get(name, {}).get("effect", effects["text"])
@@ -154,16 +154,16 @@ def default_of(name: str, entry: NcclName) -> str:
     return "its default 4194304 (4 MiB)" if name == "NCCL_BUFFSIZE" else default  # src/init.cc DEFAULT_BUFFSIZE
 
 
-def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
-    number, whole = strtoll(value)
+def _check_integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
+    number, is_integer = strtoll(value)
     default = default_of(name, entry)
     if not value:
         yield finding("env.value.ignored/empty", name, value)
     elif name in VALUES["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
-        meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
-        yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=meant)
-    elif not whole:
-        yield from _not_a_number(name, value, number, entry)
+        number_meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
+        yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=number_meant)
+    elif not is_integer:
+        yield from _report_no_number(name, value, number, entry)
     elif abs(number) > _LARGEST:
         yield finding("env.value.ignored/large", name, value, default=default)
     else:
@@ -179,7 +179,7 @@ def _integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
             yield finding("env.value.range", name, value, low=low, high=high, effect=effect, default=default)
 
 
-def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
+def _report_no_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     """Report a text that is not only a number. NCCL uses the number at its start, or 0; the status depends on it."""
     word = value.strip().lower()
     wish = " Write 1 if you mean yes." if word in VALUES["words"]["yes"] else ""
@@ -207,18 +207,18 @@ def _not_a_number(name: str, value: str, number: int, entry: NcclName) -> Iterat
     yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
 
 
-def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+def _check_text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     """Check a keyword, a list of keywords, or a text with a pattern. NCCL takes a blank as part of a keyword."""
     row = VALUES["text"][name]
-    late = row.get("since", {})
-    words = [each for each in row.get("words", ()) if not version or version >= tuple(late.get(each, ()))]
+    releases = row.get("since", {})
+    choices_allowed = [each for each in row.get("words", ()) if not version or version >= tuple(releases.get(each, ()))]
     flags, separator, effect = 0 if row.get("exact") else re.IGNORECASE, row.get("separator"), row.get("effect")
-    pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, words)), flags)
+    pattern = re.compile(row.get("pattern") or "|".join(map(re.escape, choices_allowed)), flags)
     parts = value.removeprefix("^").split(separator) if separator else [value]
     wrong = [each for each in parts if each and not pattern.fullmatch(each.removeprefix("^") if separator else each)]
     if not wrong:
         return
-    listed = ", ".join(words)
+    listed = ", ".join(choices_allowed)
     if separator:
         blank = " (a blank belongs to the word)" if re.search(r"\s", "".join(wrong)) else ""
         bad = ", ".join(map(repr, wrong))
@@ -226,14 +226,14 @@ def _text(name: str, value: str, version: Version | None) -> Iterator[Finding]:
     elif "wanted" in row:
         yield finding("env.value.kind", name, value, wanted=row["wanted"], effect=effect)
     else:
-        case = "case counts, " if value.upper() in words else ""
-        choices = " or ".join(words)
+        case = "case counts, " if value.upper() in choices_allowed else ""
+        choices = " or ".join(choices_allowed)
         yield finding("env.value.token", name, value, words=listed, case=case, effect=effect, choices=choices)
 
 
-def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
-    known, old = VALUES["level"]["known"], VALUES["level"]["old"]
-    if value in known:
+def _check_level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
+    levels, old = VALUES["level"]["known"], VALUES["level"]["old"]
+    if value in levels:
         since = tuple(VALUES["level"]["since"].get(value, ()))
         if since and version and version < since:
             first, used = version_text(since), version_text(version)
@@ -242,33 +242,33 @@ def _level(name: str, value: str, version: Version | None) -> Iterator[Finding]:
         number, _ = strtoll(value)
         yield finding("env.value.level/number", name, value, meant=old[min(number, len(old) - 1)])
     else:
-        yield finding("env.value.level", name, value, known=", ".join(known))
+        yield finding("env.value.level", name, value, known=", ".join(levels))
 
 
-def _algorithms(name: str, value: str, version: Version | None, only_all_reduce: bool) -> Iterator[Finding]:
+def _check_algorithms(name: str, value: str, version: Version | None, only_all_reduce: bool) -> Iterator[Finding]:
     """Check NCCL_ALGO and NCCL_PROTO, which apply to all collectives or to the named ones.
 
     All-gather and reduce-scatter work only with Ring, PAT, NVLS or CollNetDirect (src/graph/tuning.cc).
     """
     words = VALUES["words"][name]
-    known, functions = ({each.lower() for each in table} for table in (words, VALUES["words"]["functions"]))
+    names, functions = ({each.lower() for each in table} for table in (words, VALUES["words"]["functions"]))
     strict = version is None or version >= (2, 24, 0)
     status = Status.FAIL if strict and version is not None else Status.WARN
     unknown, gathers = list[str](), True
     for part in value.split(";"):
         function, colon, tokens = part.rpartition(":")
-        named = [token for token in tokens.removeprefix("^").split(",") if token]
+        listed = [token for token in tokens.removeprefix("^").split(",") if token]
         unknown += [function] if colon and function.lower() not in functions else []
-        unknown += [token for token in named if token.lower() not in known]
+        unknown += [token for token in listed if token.lower() not in names]
         if not colon or function.lower() in ("allgather", "reducescatter"):
             able = {"ring", "pat", "nvls", "collnetdirect"}
-            taken = able & {token.lower() for token in named}
-            gathers = bool(able - taken if tokens.startswith("^") else taken)
+            able_left = able & {token.lower() for token in listed}
+            gathers = bool(able - able_left if tokens.startswith("^") else able_left)
     if unknown:
-        what = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
+        effect = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
         wrong = ", ".join(map(repr, unknown))
         yield finding(
-            "env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=what, words=", ".join(words)
+            "env.value.token/algorithm", name, value, status=status, wrong=wrong, effect=effect, words=", ".join(words)
         )
     elif name == "NCCL_ALGO" and strict and not (gathers or only_all_reduce):
         yield finding("env.value.token/no_ring", name, value, status=status)

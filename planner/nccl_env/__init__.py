@@ -98,11 +98,11 @@ class PluginName(NamedTuple):
 @cache
 def plugin_names() -> tuple[PluginName, ...]:
     """Return the table by plugin; full names come before prefixes."""
-    found = [
+    rows = [
         PluginName(plugin, name.rstrip("*"), name.endswith("*"), reader, source)
         for plugin, name, reader, source in (row.split("\t") for row in _read_rows("plugin_env_names.tsv"))
     ]
-    return tuple(sorted(found, key=lambda each: (each.prefix, each.name)))
+    return tuple(sorted(rows, key=lambda each: (each.prefix, each.name)))
 
 
 def plugin_of(name: str) -> PluginName | None:
@@ -116,9 +116,9 @@ def is_read(name: str) -> bool:
     """Whether NCCL, PyTorch or a plugin reads the variable, and not only scripts."""
     entry, plugin = names().get(name), plugin_of(name)
     of_build = re.search(r"_(?:VERSION|HOME|PREFIX|REPO|BRANCH|TAG|URL|COMMIT)\Z", name)
-    read = plugin is not None and plugin.plugin not in ("build", "nccl-tests") and not (plugin.prefix and of_build)
-    read = read or name in torch_names()
-    return entry.status == "current" if entry else read
+    of_plugin = plugin is not None and plugin.plugin not in ("build", "nccl-tests") and not (plugin.prefix and of_build)
+    of_plugin = of_plugin or name in torch_names()
+    return entry.status == "current" if entry else of_plugin
 
 
 def nearest(name: str) -> tuple[str, ...]:

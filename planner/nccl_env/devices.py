@@ -96,15 +96,15 @@ def socket_ifname(case: Situation) -> Setting | Note | None:
 
 def _name_slingshot(case: Situation) -> Setting | Note:
     """Return the common prefix of Slingshot interfaces: libfabric uses all of them, the bootstrap one."""
-    found = {node.hostname: node.cxi() for node in case.nodes if node.cxi()}
-    known = {node.hostname: {each.name for each in node.links} for node in case.nodes}
-    evidence = by_host((host, f"Cassini NICs {', '.join(names)}") for host, names in found.items())
-    stems = {name.rstrip("0123456789") for names in found.values() for name in names}
-    unseen = [host for host, names in found.items() if not set(names) <= known.get(host, set())]
+    nics = {node.hostname: node.cxi() for node in case.nodes if node.cxi()}
+    links = {node.hostname: {each.name for each in node.links} for node in case.nodes}
+    evidence = by_host((host, f"Cassini NICs {', '.join(names)}") for host, names in nics.items())
+    stems = {name.rstrip("0123456789") for names in nics.values() for name in names}
+    unseen = [host for host, names in nics.items() if not set(names) <= links.get(host, set())]
     if unseen or len(stems) != 1 or not (stem := stems.pop()):
         return note("socket_ifname.slingshot_unnamed", evidence)
-    others = {name for host, names in known.items() for name in names - set(found.get(host, ()))}
-    value = "=" + ",".join(next(iter(found.values()))) if any(name.startswith(stem) for name in others) else stem
+    others = {name for host, names in links.items() for name in names - set(nics.get(host, ()))}
+    value = "=" + ",".join(next(iter(nics.values()))) if any(name.startswith(stem) for name in others) else stem
     return setting("socket_ifname.slingshot", value, evidence)
 
 
@@ -164,9 +164,9 @@ def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | 
         return names, "socket_ifname.overlay", evidence, {"unasked": unasked}
     if current is not None and not _is_usable(current) and best.name != unasked:
         unfit = current.role in UNFIT_ROLES
-        what = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
+        problem = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
-        return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": what}
+        return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": problem}
     defaults = nccl_takes(facts)
     others = [by_name[name] for name in defaults if name not in names]
     if sockets_carry_data and others and best.name in defaults:
@@ -183,17 +183,17 @@ def _format_speed(interface: Interface) -> str:
 
 def _find_shared_subnet(judged: Sequence[NodeView]) -> dict[str, _Choice | None]:
     """Find interfaces with a subnet common to all nodes, if the nodes' own choices have none."""
-    chosen = [_list_subnets(node, _get_default_choice(node)) for node in judged]
+    subnets = [_list_subnets(node, _get_default_choice(node)) for node in judged]
     common = set.intersection(*[_list_subnets(node, None) for node in judged])
-    if len(judged) < 2 or set.intersection(*chosen) or not common:
+    if len(judged) < 2 or set.intersection(*subnets) or not common:
         return {}
     subnet = min(common)
-    found: dict[str, _Choice | None] = {}
+    choices: dict[str, _Choice | None] = {}
     for node in judged:
         name = next(each.name for each in node.links if subnet in _list_subnets(node, each.name))
         evidence = f"{name}: {subnet}; NCCL would take {_get_default_choice(node)}"
-        found[node.hostname] = ((name,), "socket_ifname.shared_subnet", evidence, {})
-    return found
+        choices[node.hostname] = ((name,), "socket_ifname.shared_subnet", evidence, {})
+    return choices
 
 
 def _list_subnets(node: NodeView, name: str | None) -> set[str]:
@@ -206,7 +206,7 @@ def _join_names(names: Mapping[str, tuple[str, ...]], judged: Sequence[NodeView]
     """Return one list for all nodes; None if a name in it exists on another node that must not use it."""
     distinct = list(dict.fromkeys(name for each in sorted(names.values()) for name in each))
     present = {node.hostname: {each.name for each in node.links} for node in judged}
-    if any(present[host] & set(distinct) != set(own) for host, own in names.items()):
+    if any(present[host] & set(distinct) != set(selected) for host, selected in names.items()):
         return None
     return exact_if_needed(distinct, {name for there in present.values() for name in there})
 
@@ -226,27 +226,27 @@ class PortChoice:
 
 def choose_ports(node: NodeView) -> PortChoice:
     """Start with the ports that NCCL uses by default, and drop those that a job must not use."""
-    chosen = node.default_ports()
+    ports = node.default_ports()
     dropped: dict[str, str] = {}
     secondary = _find_secondary_devices(node)
     far: dict[str, str] = {}
     for rule in _RULES:
-        unfit = rule(node, chosen)
-        chosen = tuple(view for view in chosen if view.name not in unfit)
+        unfit = rule(node, ports)
+        ports = tuple(view for view in ports if view.name not in unfit)
         (far if rule is _drop_far else dropped).update(unfit)
-    return PortChoice(chosen=chosen, dropped=dropped, far=far, secondary=secondary)
+    return PortChoice(chosen=ports, dropped=dropped, far=far, secondary=secondary)
 
 
 def _find_secondary_devices(node: NodeView) -> dict[str, str]:
     """Return RoCE devices of the pod's networks. InfiniBand needs no pod network, because GIDs belong to the port."""
     roce = [view for view in node.default_ports() if view.port.link_layer == "Ethernet"]
     names = {view.device.name for view in roce}
-    found: dict[str, str] = {}
+    devices: dict[str, str] = {}
     for interface in node.links:
         device = rdma_device_of(interface, roce) if interface.role == "secondary" else None
         if device in names:
-            found.setdefault(device, interface.name)
-    return found
+            devices.setdefault(device, interface.name)
+    return devices
 
 
 def _drop_software(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
@@ -293,11 +293,11 @@ def _drop_minor_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, 
     counts = Counter(prefixes.values())
     if len(counts) < 2 or len(prefixes) < len(ports):
         return {}
-    (main, most), (_, next_most) = counts.most_common(2)
-    if most == next_most:
+    (main, largest), (_, next_most) = counts.most_common(2)
+    if largest == next_most:
         return {}  # two fabrics of equal size, and no fact shows which one is for training
     return {
-        name: f"InfiniBand subnet {prefix}, while {most} ports are in {main}"
+        name: f"InfiniBand subnet {prefix}, while {largest} ports are in {main}"
         for name, prefix in prefixes.items()
         if prefix != main
     }
@@ -349,7 +349,7 @@ def _drop_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str
     rates = [view.port.rate_bytes_per_second or 0.0 for view in ports]
     fastest = max(rates, default=0.0)
     models = {view.device.model for view, rate in zip(ports, rates, strict=True) if rate == fastest}
-    found: dict[str, str] = {}
+    dropped: dict[str, str] = {}
     for view, rate in zip(ports, rates, strict=True):
         if not 0.0 < rate < fastest:
             continue
@@ -358,8 +358,8 @@ def _drop_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str
         leads_out = view.port.netdev is not None and view.port.netdev == default_route
         if other_model or leads_out:
             text = f"{gigabits(rate)} against {gigabits(fastest)} of the others"
-            found[view.name] = f"{text}, {'carries the default route' if leads_out else view.device.model}"
-    return found
+            dropped[view.name] = f"{text}, {'carries the default route' if leads_out else view.device.model}"
+    return dropped
 
 
 def _drop_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
@@ -367,15 +367,15 @@ def _drop_storage(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     info = node.facts(HostinfoFacts)
     servers = [ipaddress.ip_address(text) for text in info.storage_servers] if info else []
     near = [set(entry.nics) for entry in node.topology.nearest_nic if entry.decidable] if node.topology else []
-    found: dict[str, str] = {}
+    dropped: dict[str, str] = {}
     for view in ports:
         subnet = port_subnet(node, view) if servers else None
         server = next((each for each in servers if subnet is not None and each in subnet), None)
         if server is not None:
-            found[view.name] = f"storage: a file system is mounted from {server} in its subnet {subnet}"
-    left = {view.device.name for view in ports if view.name not in found}
+            dropped[view.name] = f"storage: a file system is mounted from {server} in its subnet {subnet}"
+    left = {view.device.name for view in ports if view.name not in dropped}
     spared = near and all(nics & left for nics in near if nics & {view.device.name for view in ports})
-    return found if found and spared else {}
+    return dropped if dropped and spared else {}
 
 
 # Applied in this order. NCCL itself ignores the ports that `_drop_far` drops.

@@ -13,7 +13,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.machines import catalogue, machines
 from planner.advice import Recommendation
 from planner.nccl_env import devices, rdma
@@ -75,12 +75,12 @@ def amd(case: Situation) -> Note | None:
     """Report AMD GPUs, which are not checked: for RCCL, NCCL's variables have another meaning or none."""
     if not case.amd:
         return None
-    found = [(node.hostname, gpus) for node in case.nodes if (gpus := node.amd_gpus())]
-    seen = by_host((host, f"{len(gpus)} AMD GPUs ({gpus[0]})") for host, gpus in found)
+    hosts = [(node.hostname, gpus) for node in case.nodes if (gpus := node.amd_gpus())]
+    evidence = by_host((host, f"{len(gpus)} AMD GPUs ({gpus[0]})") for host, gpus in hosts)
     how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
-    known = next((row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd), "")
-    more = ["rccl.published"] if known else []
-    return note("rccl.not_judged", seen, *more, how=how, platform=known)
+    platform = next((row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd), "")
+    extra = ["rccl.published"] if platform else []
+    return note("rccl.not_judged", evidence, *extra, how=how, platform=platform)
 
 
 def vendor_script(case: Situation) -> Note | None:
@@ -123,8 +123,8 @@ def unknown_platform(case: Situation) -> Note | None:
         cloud = cloud_of(info) if info else None
         if info is None or not (cloud or info.virtual_machine):
             continue
-        seen = f"{cloud[1]}, {cloud[2]}" if cloud else info.virtual_machine
-        return note("platform.unknown", f"{node.hostname}: {seen}")
+        machine = f"{cloud[1]}, {cloud[2]}" if cloud else info.virtual_machine
+        return note("platform.unknown", f"{node.hostname}: {machine}")
     return None
 
 
@@ -147,7 +147,7 @@ def slingshot_tuning(case: Situation) -> Note | None:
 
 
 def _list_cassini(case: Situation) -> tuple[str, ...]:
-    return next((found for node in case.nodes if (found := node.cxi())), ())
+    return next((nics for node in case.nodes if (nics := node.cxi())), ())
 
 
 def nvlink_between_nodes(case: Situation) -> str | None:
@@ -178,14 +178,14 @@ def topo_file(case: Situation) -> Setting | Note | None:
     topic = "NCCL_TOPO_FILE"
     for node in case.nodes:
         pci = node.facts(PciFacts)
-        why = (node.topology.virtual if node.topology else None) or (pci.virtual_tree if pci else None)
-        if why is None or node.gpu_count() < 2:
+        virtual = (node.topology.virtual if node.topology else None) or (pci.virtual_tree if pci else None)
+        if virtual is None or node.gpu_count() < 2:
             continue
         info = node.facts(HostinfoFacts)
-        evidence = f"{node.hostname}: {why}"
-        named = (info.nccl_conf or {}).get(topic) if info else None
-        if named:
-            return note("topo_file.nccl_conf", f"{evidence}; nccl.conf: {topic}={named}")
+        evidence = f"{node.hostname}: {virtual}"
+        configured = (info.nccl_conf or {}).get(topic) if info else None
+        if configured:
+            return note("topo_file.nccl_conf", f"{evidence}; nccl.conf: {topic}={configured}")
         if case.efa:
             return note("topo_file.efa", evidence)
         files = pci.topology_files if pci else ()
@@ -199,11 +199,11 @@ def topo_file(case: Situation) -> Setting | Note | None:
 
 def _find_azure_file(node: NodeView, files: Sequence[str]) -> str | None:
     """Return the existing file of this VM series; Azure's HPC images name it in /etc/nccl.conf."""
-    models = [gpu_named(name) for name in node.gpu_names()]
+    models = [find_gpu(name) for name in node.gpu_names()]
     with_file = (row for row in machines() if row.topology_file)
-    series = next((row.topology_file for row in with_file if gpu_named(row.gpu) in models), None)
-    wanted = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
-    return next((path for path in wanted if path in files), None)
+    series = next((row.topology_file for row in with_file if find_gpu(row.gpu) in models), None)
+    paths = (f"/opt/microsoft/{series}/topo.xml", f"/opt/microsoft/{series}-topo.xml")
+    return next((path for path in paths if path in files), None)
 
 
 def allocator(case: Situation) -> Setting | None:
@@ -316,8 +316,8 @@ def _need_roce(node: NodeView) -> Iterator[Setting]:
     if choice.secondary:
         devices = ", ".join(f"{device} ({interface})" for device, interface in choice.secondary.items())
         functions = sum(is_virtual_function(view) for view in choice.chosen)
-        more = ["pod.virtual_functions"] if functions else []
-        yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *more)
+        extra = ["pod.virtual_functions"] if functions else []
+        yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *extra)
 
 
 _FIRST = (unread, amd, devices.gloo_socket_ifname)
@@ -339,8 +339,8 @@ def settings(case: Situation) -> Recommendation:
     chosen = [answer for answer in answers if isinstance(answer, Setting)]
     notes = [answer for answer in answers if isinstance(answer, Note)]
     if between:  # published values replace notes about the same variables
-        named = {each.name for each in chosen}
-        added = [each for each in list_published(case).values() if each.name not in named]
+        names = {each.name for each in chosen}
+        added = [each for each in list_published(case).values() if each.name not in names]
         replaced = {each.name for each in added}
         chosen, notes = chosen + added, [each for each in notes if each.topic not in replaced]
     if vendor_script(case) is not None:  # the script or its plugin sets NCCL's variables

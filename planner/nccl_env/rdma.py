@@ -77,8 +77,8 @@ def _note_undecided(choices: dict[str, PortChoice]) -> Note | None:
         if fabrics := _list_fabrics(choice.chosen):
             listed = "; ".join(f"{fabric}: {', '.join(names)}" for fabric, names in fabrics.items())
             return note("hca.two_fabrics", by_host([(host, listed)]))
-    chosen = [(host, choice.chosen) for host, choice in choices.items() if all(map(is_software, choice.chosen))]
-    return note("hca.software", by_host((host, _join(ports)) for host, ports in chosen)) if chosen else None
+    software = [(host, choice.chosen) for host, choice in choices.items() if all(map(is_software, choice.chosen))]
+    return note("hca.software", by_host((host, _join(ports)) for host, ports in software)) if software else None
 
 
 def _list_fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
@@ -86,13 +86,13 @@ def _list_fabrics(ports: Sequence[PortView]) -> dict[str, list[str]]:
 
     Ports that are each in their own InfiniBand or IP subnet are rails, not fabrics.
     """
-    found: dict[str, list[str]] = defaultdict(list)
+    fabrics: dict[str, list[str]] = defaultdict(list)
     for view in ports:
         layer, prefix = view.port.link_layer or "?", subnet_prefix(view)
-        found[f"{layer} subnet {prefix}" if prefix else layer].append(view.name)
+        fabrics[f"{layer} subnet {prefix}" if prefix else layer].append(view.name)
     layers = {view.port.link_layer for view in ports}
-    shared = any(len(names) > 1 for names in found.values())
-    return dict(found) if len(layers) > 1 or (len(found) > 1 and shared) else {}
+    shared = any(len(names) > 1 for names in fabrics.values())
+    return dict(fabrics) if len(layers) > 1 or (len(fabrics) > 1 and shared) else {}
 
 
 def _missing_ports(node: NodeView) -> tuple[PortView, ...]:
@@ -128,16 +128,16 @@ def hca_value(node: NodeView, choice: PortChoice) -> str | None:
 def _note_automatic(nodes: dict[str, NodeView], choices: dict[str, PortChoice]) -> Note:
     """Report that no port needs to be excluded. A single node cannot show whether all ports are on one fabric."""
     count = by_host((host, _join(choice.chosen)) for host, choice in choices.items())
-    far = {f"{name} ({why})": host for host, choice in choices.items() for name, why in choice.far.items()}
+    far = {f"{name} ({reason})": host for host, choice in choices.items() for name, reason in choice.far.items()}
     host = next(iter(far.values()), next(iter(choices)))
     node, choice = nodes[host], choices[host]
     if far:
         pinned = hca_value(node, choice) or "inside each pod"
         return note("hca.nearest", f"{count}; not used: {', '.join(far)}", pinned=pinned)
-    more = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.chosen)) else []
+    extra = ["hca.other_names"] if choice.secondary and any(map(is_virtual_function, choice.chosen)) else []
     if len(choice.chosen) > 1 and not _is_known_machine(node, choice):
-        more.append("hca.storage_unknown")
-    return note("hca.automatic", count, *more)
+        extra.append("hca.storage_unknown")
+    return note("hca.automatic", count, *extra)
 
 
 def _is_known_machine(node: NodeView, choice: PortChoice) -> bool:
@@ -179,7 +179,7 @@ def _describe_choice(choice: PortChoice, down: Sequence[PortView]) -> str:
     layers = sorted({view.port.link_layer or "?" for view in choice.chosen})
     rates = sorted({gigabits(view.port.rate_bytes_per_second or 0) for view in choice.chosen})
     parts += [f"{_join(choice.chosen)}: {'/'.join(layers)} {'/'.join(rates)}"]
-    parts += [f"left out {name}: {why}" for name, why in (choice.dropped | choice.far).items()]
+    parts += [f"left out {name}: {reason}" for name, reason in (choice.dropped | choice.far).items()]
     parts += [f"{view.name} is {view.port.state}: NCCL ignores it until it is repaired" for view in down]
     return "; ".join(parts)
 
@@ -194,9 +194,9 @@ def hca_list(node: NodeView, choice: PortChoice) -> str:
     Ports of the same kind that are down are included: NCCL ignores them now, and uses them once they are repaired.
     """
     ports = node.verbs_ports()
-    chosen = {view.name for view in (*choice.chosen, *_list_returning(node, choice))}
-    excluded = {view.device.name for view in ports if view.name not in chosen}
-    used = [view for view in ports if view.name in chosen]
+    names = {view.name for view in (*choice.chosen, *_list_returning(node, choice))}
+    excluded = {view.device.name for view in ports if view.name not in names}
+    used = [view for view in ports if view.name in names]
     entries = dict.fromkeys(view.name if view.device.name in excluded else view.device.name for view in used)
     exact = exact_if_needed([view.device.name for view in used], {view.device.name for view in ports}).startswith("=")
     return ("=" if exact else "") + ",".join(entries)
@@ -212,16 +212,16 @@ def cross_nic(case: Situation) -> Setting | Note | None:
     if not case.rdma_ports:
         return None
     for node in case.nodes:
-        chosen = choose_ports(node).chosen
-        subnets = {view.name: subnet for view in chosen if (subnet := port_subnet(node, view))}
-        prefixes = {view.name: prefix for view in chosen if (prefix := subnet_prefix(view))}
-        if len(chosen) > 1 and len(set(prefixes.values())) == len(chosen):
+        ports = choose_ports(node).chosen
+        subnets = {view.name: subnet for view in ports if (subnet := port_subnet(node, view))}
+        prefixes = {view.name: prefix for view in ports if (prefix := subnet_prefix(view))}
+        if len(ports) > 1 and len(set(prefixes.values())) == len(ports):
             evidence = ", ".join(f"{name}: subnet prefix {prefix}" for name, prefix in prefixes.items())
             return setting("cross_nic.infiniband_rails", "0", evidence)
-        if len(chosen) > 1 and len(subnets) == len(chosen) and len(set(subnets.values())) == len(chosen):
-            more = ["cross_nic.gains_nothing"] if len(chosen) >= node.gpu_count() > 0 else []
+        if len(ports) > 1 and len(subnets) == len(ports) and len(set(subnets.values())) == len(ports):
+            extra = ["cross_nic.gains_nothing"] if len(ports) >= node.gpu_count() > 0 else []
             evidence = ", ".join(f"{name}: {subnet}" for name, subnet in subnets.items())
-            return setting("cross_nic.ip_rails", "0", evidence, *more)
+            return setting("cross_nic.ip_rails", "0", evidence, *extra)
     if max(len(choose_ports(node).chosen) for node in case.nodes) > 1:
         return note("cross_nic.automatic")
     return None
@@ -231,9 +231,9 @@ def net_plugin(case: Situation) -> Setting | Note | None:
     """NCCL_NET, if NCCL would fall back to TCP without a message; mainly for EFA."""
     if case.sockets:
         return setting("net.tcp_job", "Socket", "network between the nodes: TCP")
-    seen = case.rdma_ports or case.efa or case.cxi
-    seen = seen or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in node.nics)
-    if case.cluster.inter_node_transport in ("rdma", "efa") and not seen:
+    has_rdma = case.rdma_ports or case.efa or case.cxi
+    has_rdma = has_rdma or any(nic.kind in RDMA_KINDS for node in case.nodes for nic in node.nics)
+    if case.cluster.inter_node_transport in ("rdma", "efa") and not has_rdma:
         return note("net.assumed")
     for node in case.nodes:  # an instance type with EFA but without EFA devices: the pod did not request them
         row, info = recognise(node), node.facts(HostinfoFacts)
@@ -243,8 +243,8 @@ def net_plugin(case: Situation) -> Setting | Note | None:
         nics = by_host((node.hostname, f"Cassini NICs {', '.join(node.cxi())}") for node in case.nodes if node.cxi())
         return setting("net.slingshot", "AWS Libfabric", nics)
     if case.efa:
-        more = [] if case.multi_node else ["net.efa_nodes"]
-        return setting("net.efa", "AWS Libfabric", _describe_efa(case), *more)
+        extra = [] if case.multi_node else ["net.efa_nodes"]
+        return setting("net.efa", "AWS Libfabric", _describe_efa(case), *extra)
     return None
 
 
@@ -268,19 +268,19 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
     if several := _find_several_subnets(case):
         index, addresses = "NCCL_IB_GID_INDEX, the entry's index", "NCCL_IB_ADDR_RANGE, a range that covers it"
         return note("gid_index.several_subnets", by_host(several), lever=index if older is True else addresses)
-    known = {_find_v2_ipv4_index(view) for _, view in roce}
-    found = None not in known
+    indices = {_find_v2_ipv4_index(view) for _, view in roce}
+    all_known = None not in indices
     listed = _list_ports(roce, lambda view: f"{view.name} index {_find_v2_ipv4_index(view)}")
     if unread := [port for port in roce if not port[1].port.gids_known]:
         return note("gid_index.unread", _list_ports(unread, lambda view: view.name))
     version = version_text(case.nccl_version) if case.nccl_version else "version unknown"
     if older is not True:  # the address family or RoCE v1: handled by the rules below
-        return note("gid_index.automatic", f"NCCL {version}; RoCE v2 IPv4 GID: {listed}") if found else None
-    if not found:
+        return note("gid_index.automatic", f"NCCL {version}; RoCE v2 IPv4 GID: {listed}") if all_known else None
+    if not all_known:
         return note("gid_index.old_nccl_without_ipv4", _list_ports(roce, lambda view: f"{view.name} {_families(view)}"))
-    if len(known) != 1:
+    if len(indices) != 1:
         return note("gid_index.differs", listed)
-    return setting("gid_index.old_nccl", str(known.pop()), listed, version=version)
+    return setting("gid_index.old_nccl", str(indices.pop()), listed, version=version)
 
 
 def ib_addr_family(case: Situation) -> Setting | Note | None:
@@ -313,8 +313,8 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     roce = _list_roce_ports(case)
     if not roce:
         return None
-    if (known := list_published(case).get("NCCL_IB_TC")) is not None:
-        return known
+    if (published := list_published(case).get("NCCL_IB_TC")) is not None:
+        return published
     classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
     lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
     pfc_configs = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
@@ -323,11 +323,11 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     if len(classes) == 1:
         evidence = _list_ports(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
         (found,) = classes
-        priority, more = found >> 5, []  # DSCP >> 3
+        priority, extra = found >> 5, []  # DSCP >> 3
         if lossless and priority not in lossless:
-            more, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _describe_protected)}"
+            extra, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _describe_protected)}"
         protected = _join_numbers(lossless)
-        return setting("traffic_class.one", str(found), evidence, *more, priority=priority, protected=protected)
+        return setting("traffic_class.one", str(found), evidence, *extra, priority=priority, protected=protected)
     if len(pfc_configs) > 1 and not classes:
         return note("traffic_class.pfc_differs", _list_ports(roce, _describe_protected))
     if len(lossless) == 1 and not classes:
@@ -392,8 +392,8 @@ def _join_numbers(priorities: Iterable[int]) -> str:
 
 def _list_roce_ports(case: Situation) -> list[Port]:
     """Return the RoCE ports that the job will use."""
-    chosen = [(node.hostname, view) for node in case.nodes for view in choose_ports(node).chosen]
-    return [port for port in chosen if port[1].port.link_layer == "Ethernet"]
+    ports = [(node.hostname, view) for node in case.nodes for view in choose_ports(node).chosen]
+    return [port for port in ports if port[1].port.link_layer == "Ethernet"]
 
 
 def _list_ports(ports: Sequence[Port], text: Callable[[PortView], str]) -> str:
@@ -418,11 +418,11 @@ def _has_family(view: PortView, version: int) -> bool:
 
 def _find_several_subnets(case: Situation) -> list[tuple[str, str]]:
     """Return ports whose RoCE v2 IPv4 addresses are in several subnets of the host's interfaces."""
-    found = []
+    ports = []
     for node in case.nodes:
         subnets = [subnet for each in node.links for subnet in networks(each)]
         for view in choose_ports(node).chosen:
             own = {a: s for a in gid_addresses(view) if a.version == 4 for s in subnets if a in s}
             if view.port.link_layer == "Ethernet" and len(set(own.values())) > 1:
-                found.append((node.hostname, f"{view.name} {' and '.join(f'{a} in {s}' for a, s in own.items())}"))
-    return found
+                ports.append((node.hostname, f"{view.name} {' and '.join(f'{a} in {s}' for a, s in own.items())}"))
+    return ports

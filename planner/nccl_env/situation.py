@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from contracts.tables import read_table
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.machines import catalogue
 from planner.nccl_env import Platform, Version, platforms
 from probes.api import F, Failed, Snapshot
@@ -60,8 +60,8 @@ class NodeView:
     @property
     def nics(self) -> tuple[NicNode, ...]:
         """The NICs of the topology that the job may use."""
-        found = self.topology.nics if self.topology else ()
-        return tuple(nic for nic in found if nic.kind not in RDMA_KINDS) if self.sockets else found
+        nics = self.topology.nics if self.topology else ()
+        return tuple(nic for nic in nics if nic.kind not in RDMA_KINDS) if self.sockets else nics
 
     @property
     def links(self) -> tuple[Interface, ...]:
@@ -90,8 +90,8 @@ class NodeView:
 
     def amd_of_catalogue(self) -> tuple[str, ...]:
         """Return the names of AMD GPUs in the topology; they can only come from the catalogue."""
-        named = [(gpu.name, gpu_named(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
-        return tuple(name for name, gpu in named if gpu is not None and gpu.maker == "AMD")
+        gpus = [(gpu.name, find_gpu(gpu.model)) for gpu in self.topology.gpus] if self.topology else []
+        return tuple(name for name, gpu in gpus if gpu is not None and gpu.maker == "AMD")
 
     def cxi(self) -> tuple[str, ...]:
         """Return Slingshot NICs (Cassini) by interface or bus id; they have no verbs device and use libfabric cxi."""
@@ -99,13 +99,13 @@ class NodeView:
             return ()
         facts = self.facts(PciFacts)
         on_bus = {device.bus_id for device in facts.devices if is_cassini(device)} if facts else set()
-        named = {each.bus_id: each.name for each in self.links if each.bus_id in on_bus}
-        found = [named.get(bus_id, bus_id) for bus_id in sorted(on_bus)]
-        found += [each.name for each in self.links if (each.driver or "").startswith("cxi") and each.name not in found]
-        if not found and not self.verbs_ports():
+        by_bus = {each.bus_id: each.name for each in self.links if each.bus_id in on_bus}
+        nics = [by_bus.get(bus_id, bus_id) for bus_id in sorted(on_bus)]
+        nics += [each.name for each in self.links if (each.driver or "").startswith("cxi") and each.name not in nics]
+        if not nics and not self.verbs_ports():
             # Slingshot 10 uses the same names for ConnectX cards with verbs devices; without a verbs device it is 11.
-            found = [each.name for each in self.links if _HSN.fullmatch(each.name) and not each.driver]
-        return tuple(found)
+            nics = [each.name for each in self.links if _HSN.fullmatch(each.name) and not each.driver]
+        return tuple(nics)
 
     def efa_count(self) -> int:
         """Return the number of EFA devices that the job may use."""
@@ -133,24 +133,24 @@ def cloud_of(info: HostinfoFacts) -> tuple[str, str, str] | None:
     of_dmi = f"DMI vendor {info.vendor or ''}, product {info.product or ''}"
     facts = {"chassis_asset_tag": f"chassis asset tag {info.chassis_asset_tag}",
              "cloud_id": f"/run/cloud-init/cloud-id: {info.cloud_id}", "vendor": of_dmi, "product": of_dmi}  # fmt: skip
-    for fact, words in facts.items():
+    for fact, text in facts.items():
         for name, row in read_table(__file__, "data/platforms.toml")["cloud"].items():
             if fact in row and re.fullmatch(row[fact], getattr(info, fact) or ""):
-                return name, row["title"], words
+                return name, row["title"], text
     return None
 
 
 def fabrics(node: NodeView) -> dict[str, int]:
     """Count the ports of each possible network between nodes: "efa", "cxi", "infiniband", "roce", "ethernet"."""
-    found = {"efa": node.efa_count(), "cxi": len(node.cxi())}
+    counts = {"efa": node.efa_count(), "cxi": len(node.cxi())}
     for view in node.verbs_ports():
         layer = {"InfiniBand": "infiniband", "Ethernet": "roce"}.get(view.port.link_layer or "")
         if layer and view.device.kind == "hca":
-            found[layer] = found.get(layer, 0) + 1
-    if not any(found.values()):
+            counts[layer] = counts.get(layer, 0) + 1
+    if not any(counts.values()):
         plain = [each for each in node.links if each.role in ("host", "secondary", "pod-default")]
-        found["ethernet"] = sum(each.master is None and each.running is not False for each in plain)
-    return {name: count for name, count in found.items() if count}
+        counts["ethernet"] = sum(each.master is None and each.running is not False for each in plain)
+    return {name: count for name, count in counts.items() if count}
 
 
 def recognise(node: NodeView) -> Platform | None:
@@ -189,10 +189,10 @@ def find_plugin(node: NodeView) -> tuple[str, str] | None:
 
 def with_plugin(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> ClusterTopology:
     """Return the cluster with a vendor's plugin as its network, if the scans of all nodes show the plugin's file."""
-    found = [find_plugin(NodeView(hostname=each.hostname, snapshot=each, topology=None)) for each in snapshots]
-    if cluster.inter_node_transport != "tcp" or not all(each and each[1] for each in found):
+    plugins = [find_plugin(NodeView(hostname=each.hostname, snapshot=each, topology=None)) for each in snapshots]
+    if cluster.inter_node_transport != "tcp" or not all(each and each[1] for each in plugins):
         return cluster
-    return replace(cluster, inter_node_transport=next((each[0] for each in found if each), "tcp"))
+    return replace(cluster, inter_node_transport=next((each[0] for each in plugins if each), "tcp"))
 
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -215,8 +215,8 @@ def gid_addresses(view: PortView, kind: str | None = "RoCE v2") -> tuple[Address
     ncclIbGetGidIndex). Its validGid rejects fe80::, but accepts 169.254.0.0/16, which directly connected hosts use.
     """
     entries = (gid_address(gid) for gid in view.port.gids if kind is None or gid.type == kind)
-    found = [a for a in entries if a is not None and not (a.version == 6 and a.is_link_local)]
-    return tuple(sorted(found, key=lambda address: address.version))
+    gids = [a for a in entries if a is not None and not (a.version == 6 and a.is_link_local)]
+    return tuple(sorted(gids, key=lambda address: address.version))
 
 
 def port_subnet(node: NodeView, view: PortView) -> Network | None:
@@ -226,14 +226,14 @@ def port_subnet(node: NodeView, view: PortView) -> Network | None:
     """
     subnets = [subnet for each in node.links for subnet in networks(each)]
     for address in gid_addresses(view):
-        if (found := next((subnet for subnet in subnets if address in subnet), None)) is not None:
-            return found
+        if (match := next((subnet for subnet in subnets if address in subnet), None)) is not None:
+            return match
     by_name = {each.name: each for each in node.links}
-    own = [each for name in (view.port.netdev, view.device.bond) if name and (each := by_name.get(name))]
-    own += [each for below in tuple(own) if below.master and (each := by_name.get(below.master))]
-    names = {each.name for each in own}
-    own += [each for each in node.links if each.parent in names or each.rdma_device == view.device.name]
-    return next((subnet for each in own for subnet in networks(each)), None)
+    interfaces = [each for name in (view.port.netdev, view.device.bond) if name and (each := by_name.get(name))]
+    interfaces += [each for below in tuple(interfaces) if below.master and (each := by_name.get(below.master))]
+    names = {each.name for each in interfaces}
+    interfaces += [each for each in node.links if each.parent in names or each.rdma_device == view.device.name]
+    return next((subnet for each in interfaces for subnet in networks(each)), None)
 
 
 def addresses(interface: Interface) -> Iterator[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
@@ -259,12 +259,12 @@ def rdma_device_of(interface: Interface, ports: Sequence[PortView]) -> str | Non
     """
     if interface.rdma_device:
         return interface.rdma_device
-    own = {each.ip for each in addresses(interface)}
+    ips = {each.ip for each in addresses(interface)}
     for view in ports:
         if view.port.netdev and view.port.netdev in (interface.name, interface.parent):
             return view.device.name
         for gid in view.port.gids:
-            if gid.netdev == interface.name or gid_address(gid) in own:
+            if gid.netdev == interface.name or gid_address(gid) in ips:
                 return view.device.name
     return None
 
@@ -413,15 +413,15 @@ def by_host(texts: Iterable[tuple[str, str]]) -> str:
     for host, text in texts:
         lists.setdefault(host, []).append(text)
     hosts: dict[str, list[str]] = {}
-    for host, found in lists.items():
-        hosts.setdefault(", ".join(found), []).append(host)
+    for host, items in lists.items():
+        hosts.setdefault(", ".join(items), []).append(host)
     return "; ".join(f"{some(names)}: {text}" for text, names in hosts.items())
 
 
 def some(names: Sequence[str]) -> str:
     """Return the first three names, and the number of further ones."""
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+    further = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {further} more" if further > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -451,22 +451,22 @@ class Note:
     evidence: str = ""
 
 
-def note(key: str, evidence: str = "", /, *more: str, **fields: object) -> Note:
+def note(key: str, evidence: str = "", /, *extra_keys: str, **fields: object) -> Note:
     """Create a note with its text filled in; `more` are keys of texts to append."""
-    row, text = _read_advice(key, *more, **fields)
+    row, text = _read_advice(key, *extra_keys, **fields)
     return Note(topic=row["name"], text=text, evidence=evidence)
 
 
-def setting(key: str, value: str, evidence: str, /, *more: str, **fields: object) -> Setting:
+def setting(key: str, value: str, evidence: str, /, *extra_keys: str, **fields: object) -> Setting:
     """Create a setting or a need with its reason filled in; `more` are keys of texts to append to its rule."""
-    row, text = _read_advice(key, *more, **fields)
+    row, text = _read_advice(key, *extra_keys, **fields)
     return Setting(name=row["name"], value=value, reason=Reason(rule=text, evidence=evidence, source=row["source"]))
 
 
-def _read_advice(key: str, *more: str, **fields: object) -> tuple[Mapping[str, str], str]:
+def _read_advice(key: str, *extra_keys: str, **fields: object) -> tuple[Mapping[str, str], str]:
     """Return a row of advice.toml ("name", "text", and "source" of settings and needs), and the filled-in texts."""
     table = read_table(__file__, "data/advice.toml")
-    return table[key], "".join(table[each]["text"].format(**fields) for each in (key, *more))
+    return table[key], "".join(table[each]["text"].format(**fields) for each in (key, *extra_keys))
 
 
 # Settings that a platform publishes.

@@ -42,32 +42,32 @@ class CommandSettings:
     notes: list[str] = field(default_factory=list)
 
 
-def read_command(words: Sequence[str], files: Files) -> CommandSettings:
+def read_command(command: Sequence[str], files: Files) -> CommandSettings:
     """Parse the command of a container, or of a shell. A command without known parts is reported as unknown."""
     parsed = CommandSettings()
     limit_parsing()
-    line = next(filter(None, map(_find_launch, _split_commands(words))), None)
+    line = next(filter(None, map(_find_launch, _split_commands(command))), None)
     if line is None:
         parsed.unknown.append("the command starts no torchrun, accelerate, deepspeed or script that is read")
         return parsed
     parsed.launcher = os.path.basename(line[0])  # noqa: PTH119
-    at = _find_script(line)
-    if at is None:
+    script = _find_script(line)
+    if script is None:
         parsed.unknown.append(f"{parsed.launcher}: which script it starts")
         return parsed
-    parsed.script = line[at]
-    options = _parse_options(line[1:at])
-    if parsed.launcher.startswith("python") and "torch.distributed.run" in line[:at]:
+    parsed.script = line[script]
+    options = _parse_options(line[1:script])
+    if parsed.launcher.startswith("python") and "torch.distributed.run" in line[:script]:
         parsed.launcher = "torchrun"
     parsed.nodes, parsed.ranks_per_node = _count(options, _NODES), _count(options, _RANKS)
     if parsed.launcher == "accelerate":
         _read_accelerate(options, files, parsed)
-    words = line[at + 1 :]
-    options = _parse_options(words)
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    if first and words[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser: a file alone or before others
-        options.setdefault("config", words[0])
-    parsed.unknown += [f"{word}: what the shell's variable holds" for word in words[:first] if "$" in word]
+    command = line[script + 1 :]
+    options = _parse_options(command)
+    first = next((i for i, word in enumerate(command) if word.startswith("--")), len(command))
+    if first and command[0].endswith((".yaml", ".yml", ".json")):  # HfArgumentParser: a file alone or before others
+        options.setdefault("config", command[0])
+    parsed.unknown += [f"{word}: what the shell's variable holds" for word in command[:first] if "$" in word]
     if _PATTERNS["other_loss"].search(parsed.script):
         parsed.unknown.append(f"{parsed.script}: what its loss takes: the forecast is of supervised fine-tuning")
     _read_script(options, files, parsed)
@@ -78,11 +78,11 @@ def _split_commands(words: Sequence[str]) -> Iterator[list[str]]:
     """Yield the words of each command in the script that a shell runs (-c); without such a script, the words."""
     shell = next((i for i, word in enumerate(words) if os.path.basename(word) in _SHELLS), len(words))  # noqa: PTH119
     options = (i for i in range(shell, len(words) - 1) if words[i].startswith("-") and words[i].endswith("c"))
-    at = next(options, None)
-    if at is None:
+    option = next(options, None)
+    if option is None:
         yield list(words)
     else:
-        yield from _split_script(words[at + 1].replace("\\\n", " ").encode())
+        yield from _split_script(words[option + 1].replace("\\\n", " ").encode())
 
 
 def _split_script(source: bytes) -> Iterator[list[str]]:
@@ -120,24 +120,24 @@ def _find_script(line: Sequence[str]) -> int | None:
     return None
 
 
-def _parse_options(words: Sequence[str]) -> dict[str, Any]:
+def _parse_options(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse `--name value`, `--name=value`, `--flag`, `--name a b`; values as in YAML, names with underscores."""
-    found, name = dict[str, list[str]](), ""
-    for word in words:
+    values_of, name = dict[str, list[str]](), ""
+    for word in arguments:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            found[name] = [value] if equals else []
+            values_of[name] = [value] if equals else []
         elif name:
-            found[name].append(word)
-    found.pop("", None)  # of a bare `--`, after which no word is an option's value
-    made: dict[str, Any] = {}
-    for name, values in found.items():
+            values_of[name].append(word)
+    values_of.pop("", None)  # of a bare `--`, after which no word is an option's value
+    parsed: dict[str, Any] = {}
+    for name, values in values_of.items():
         if name.startswith("no_") and not values:
-            made[name.removeprefix("no_")] = False
+            parsed[name.removeprefix("no_")] = False
         else:
-            made[name] = True if not values else _parse_value(values[0]) if len(values) == 1 else values
-    return made
+            parsed[name] = True if not values else _parse_value(values[0]) if len(values) == 1 else values
+    return parsed
 
 
 def _parse_value(text: str) -> Any:
@@ -159,9 +159,9 @@ def _count(options: dict[str, Any], names: Iterable[str]) -> int | None:
 
 def _read_script(options: dict[str, Any], files: Files, parsed: CommandSettings) -> None:
     """Read the script's own settings: from its file, overridden by arguments."""
-    named = options.pop("config", None)
+    config = options.pop("config", None)
     settings: dict[str, Any] = dict(parsed.settings)
-    if isinstance(named, str) and (inside := _read_settings_file(named, files, parsed)) is not None:
+    if isinstance(config, str) and (inside := _read_settings_file(config, files, parsed)) is not None:
         settings |= inside
     settings |= options
     for name in ("deepspeed", "fsdp_config"):
@@ -179,15 +179,15 @@ def _read_script(options: dict[str, Any], files: Files, parsed: CommandSettings)
 
 def _rename_settings(settings: dict[str, Any], parsed: CommandSettings) -> dict[str, Any]:
     """Return the settings under TRL's names, with the script's own defaults, if scripts.toml knows the script."""
-    rows = (one for one in _TABLE["script"] if re.search(one["pattern"], parsed.script))
-    row: dict[str, Any] = next((one for one in rows if settings.keys() & one["needs"]), {})
-    found: dict[str, Any] = dict(row.get("defaults", {}))
+    rows = (entry for entry in _TABLE["script"] if re.search(entry["pattern"], parsed.script))
+    row: dict[str, Any] = next((entry for entry in rows if settings.keys() & entry["needs"]), {})
+    renamed: dict[str, Any] = dict(row.get("defaults", {}))
     for name, value in settings.items():
         meaning = row.get("values", {}).get(name, {}).get(str(value).lower())
-        found |= {row.get("rename", {}).get(name, name): value} if meaning is None else meaning
+        renamed |= {row.get("rename", {}).get(name, name): value} if meaning is None else meaning
     if "defaults" in row:
         parsed.notes.append(f"settings and defaults are those of {row['name']}")
-    return found
+    return renamed
 
 
 def _is_telling(name: str, value: Any) -> bool:
@@ -250,16 +250,16 @@ def _read_accelerate_deepspeed(config: dict[str, Any], parsed: CommandSettings) 
         parsed.settings["gradient_accumulation_steps"] = config["gradient_accumulation_steps"]
 
 
-def as_run(parsed: CommandSettings) -> dict[str, Any]:
+def add_defaults(parsed: CommandSettings) -> dict[str, Any]:
     """Return the settings that the trainer uses, with its defaults for missing ones, and a note about them."""
     elsewhere = ("report_to", "output_dir", "push_to_hub")
-    made = {name: value for name, value in parsed.settings.items() if name not in elsewhere}
+    settings = {name: value for name, value in parsed.settings.items() if name not in elsewhere}
     of_trl = parsed.launcher == "trl" or parsed.script.endswith("trl/scripts/sft.py")
     assumed: dict[str, Any] = {
         row["name"]: row["value"] for row in _TABLE["default"]
-        if not {row["name"], *row.get("unless", ())} & set(made) and (of_trl or not row.get("of_trl"))
+        if not {row["name"], *row.get("unless", ())} & set(settings) and (of_trl or not row.get("of_trl"))
     }  # fmt: skip
     if assumed:
-        words = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
-        parsed.notes.append(f"not set, so the defaults of TRL 1.x and transformers 5 apply: {words}")
-    return {**made, **assumed}
+        listed = ", ".join(f"{name}={str(value).lower()}" for name, value in assumed.items())
+        parsed.notes.append(f"not set, so the defaults of TRL 1.x and transformers 5 apply: {listed}")
+    return {**settings, **assumed}

@@ -78,13 +78,13 @@ def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
 
 def _matches(request: ExportRequest, conditions: Mapping[str, Any]) -> bool:
     """Whether all attributes have the values of a row of exports.toml."""
-    return all(_is_among(attrgetter(name)(request), wanted) for name, wanted in conditions.items())
+    return all(_is_among(attrgetter(name)(request), condition) for name, condition in conditions.items())
 
 
-def _is_among(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, bool):
-        return bool(value) is wanted
+def _is_among(value: Any, condition: Any) -> bool:
+    if isinstance(condition, bool):
+        return bool(value) is condition
     if isinstance(value, str):
-        return value in wanted
-    least, most = wanted
-    return bool(least <= value <= most)
+        return value in condition
+    low, high = condition
+    return bool(low <= value <= high)

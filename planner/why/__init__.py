@@ -14,8 +14,8 @@ from collections.abc import Sized
 from dataclasses import replace
 
 from planner.why import reports
-from planner.why.blocked import BlockedCalls, odd_of_all
-from planner.why.facts import ACTIONS, CODES, Cause, RunFacts, Unknown, Verdict, not_yet, ranks_of
+from planner.why.blocked import BlockedCalls, find_odd_rank
+from planner.why.facts import ACTIONS, CODES, Cause, RunFacts, Unknown, Verdict, make_open_verdict, ranks_of
 from planner.why.pace import find_late_rank, find_lower_pace
 
 __all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
@@ -27,59 +27,59 @@ def judge(facts: RunFacts) -> Verdict:
     """Return the verdict: from the flight recorder first, because it is exact, then other sources, then rank states."""
     if facts.end_from_outside:
         before = judge(facts.before_end)
-        verdict = before if before.state in ("stuck", "failed") else reports.by_end(facts)
-        return replace(verdict or before, sources=_sources(facts))
+        verdict = before if before.state in ("stuck", "failed") else reports.judge_end(facts)
+        return replace(verdict or before, sources=_list_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
-    found = [BlockedCalls(facts, traces, name).verdict() for name, traces in by_source.items() if traces]
-    calls = [verdict for verdict in found if verdict is not None]
+    verdicts = [BlockedCalls(facts, traces, name).verdict() for name, traces in by_source.items() if traces]
+    calls = [verdict for verdict in verdicts if verdict is not None]
     verdict = (
-        reports.by_meeting(facts)
-        or reports.by_clash(facts)
-        or reports.by_models(facts)
-        or reports.by_errors(facts)
-        or reports.by_uneven_ends(facts)
+        reports.judge_meeting(facts)
+        or reports.judge_clash(facts)
+        or reports.judge_models(facts)
+        or reports.judge_errors(facts)
+        or reports.judge_uneven_ends(facts)
         or next((verdict for verdict in calls if not verdict.names_nobody), None)
-        or reports.by_joins(facts)
-        or reports.by_states(facts)
+        or reports.judge_joins(facts)
+        or reports.judge_states(facts)
         or next(iter(calls), None)
-        or reports.by_rendezvous(facts)
-        or reports.by_cut_message(facts)
-        or reports.by_torchrun(facts)
-        or reports.by_other_lines(facts)
+        or reports.judge_rendezvous(facts)
+        or reports.judge_cut_message(facts)
+        or reports.judge_torchrun(facts)
+        or reports.judge_other_lines(facts)
         or find_late_rank(facts)
         or find_lower_pace(facts)
     )
     # gloo ends the rank that is sent too much, which may be the one that is right
-    sizes = reports.by_cut_message(facts)
+    sizes = reports.judge_cut_message(facts)
     if sizes and verdict and verdict.causes and verdict.causes[0].code in _ENDED:
-        odd = odd_of_all(facts, verdict.ranks)
+        odd = find_odd_rank(facts, verdict.ranks)
         verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
             "failed", odd, waiting=verdict.waiting)  # fmt: skip
     if verdict is None or verdict.state == "fine":
-        verdict = reports.by_end(facts) or verdict or reports.by_stacks(facts) or _nothing(facts)
+        verdict = reports.judge_end(facts) or verdict or reports.judge_stacks(facts) or _report_no_fault(facts)
         if ipv6 := facts.log.rendezvous.get("ipv6"):
-            verdict = verdict.left_open("ipv6", name=ipv6[0])
-    return replace(verdict, sources=_sources(facts))
+            verdict = verdict.with_question("ipv6", name=ipv6[0])
+    return replace(verdict, sources=_list_sources(facts))
 
 
-def _nothing(facts: RunFacts) -> Verdict:
+def _report_no_fault(facts: RunFacts) -> Verdict:
     """Return the verdict if no fault was found, with the open questions."""
     if facts.full:
-        return Verdict(state="unknown", line="").left_open("full", folder=facts.full)
+        return Verdict(state="unknown", line="").with_question("full", folder=facts.full)
     line = "no fault found: no rank is missing, late or dead, and no call waits for long"
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"
-    found = Verdict(state="fine", line=line)
+    verdict = Verdict(state="fine", line=line)
     mute = [(rank, one) for rank in facts.states if (one := facts.activity(rank)).kind == "silent"]
     if mute:
-        found = not_yet([f"rank {rank} {one.words}" for rank, one in mute], mute[0][1].grace)
+        verdict = make_open_verdict([f"rank {rank} {activity.words}" for rank, activity in mute], mute[0][1].grace)
     questions = {"calls": not facts.traces, "states": not facts.states, "process": mute}
     for key in filter(questions.get, questions):
-        found = found.left_open(key)
-    return found
+        verdict = verdict.with_question(key)
+    return verdict
 
 
-def _sources(facts: RunFacts) -> tuple[str, ...]:
+def _list_sources(facts: RunFacts) -> tuple[str, ...]:
     counts: dict[str, tuple[str, Sized]] = {
         "flight recorder": ("rank", facts.traces), "rank states": ("rank", facts.states),
         "processes": ("rank", facts.processes), "stacks": ("rank", (*facts.stacks, *facts.unranked)),

@@ -25,8 +25,8 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    cause_named,
-    not_yet,
+    make_cause,
+    make_open_verdict,
     ranks_of,
 )
 
@@ -69,15 +69,15 @@ class BlockedCalls:
         for rank, trace in traces.items():
             # as a rank ended that had lost a peer, the recorder has retired the call that it was in
             last = trace.calls[-1] if trace.calls and rank in facts.lost_a_peer else None
-            call = next((one for one in trace.calls if not one.done), last)
+            call = next((open_call for open_call in trace.calls if not open_call.done), last)
             if call is not None and not facts.has_moved_on(rank) and not self._is_over(rank, call):
                 self.waits[rank] = self._wait(rank, call)
         self._shorten_waits_for_the_last()
         self.age = max((wait.seconds for wait in self.waits.values()), default=0.0)  # seconds of the longest wait
         self.mismatches += self._find_mismatches()
-        late = self._find_late()
+        behind = self._find_late()
         # in a call that all ranks of the group have come to
-        self.met = {rank for rank, wait in self.waits.items() if rank not in late and wait.is_met
+        self.met = {rank for rank, wait in self.waits.items() if rank not in behind and wait.is_met
                     and not any(self._is_elsewhere(other, wait.call) for other in wait.here)}  # fmt: skip
         together = {rank: wait for rank, wait in self.waits.items() if not wait.call.p2p}
         begun = {(wait.call.group, wait.call.number) for wait in together.values() if wait.call.started}
@@ -89,14 +89,14 @@ class BlockedCalls:
         self.still_inside = {rank for rank, wait in together.items()
                      if wait.is_met and not traces[rank].partial and len(wait.here) > 1
                      and all(self._has_left(other, rank) for other in wait.here - {rank})}  # fmt: skip
-        for found in (self.unbegun, self.still_inside):
-            if len(found) >= len(self.waits) / 2:  # a majority does not block itself
-                found.clear()
-        self.roots = late | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
-        self.what = {rank: self._activity(rank) for rank in self.roots}
+        for ranks in (self.unbegun, self.still_inside):
+            if len(ranks) >= len(self.waits) / 2:  # a majority does not block itself
+                ranks.clear()
+        self.roots = behind | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
+        self.what = {rank: self._find_activity(rank) for rank in self.roots}
         self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
-        self.first = facts.first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
+        self.first = facts.find_first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         if self.first is not None and not (self.decisive or self.first in self.waits):
             self.first = None
         if self.first is not None:  # the others ended after it, or were terminated
@@ -128,7 +128,7 @@ class BlockedCalls:
             (wait.here if came else wait.unseen if came is None else wait.missing).add(other)
             match = self._find_other_end(rank, call, other) if call.p2p and call.op == "send" and came else None
             if match and call.sizes and match.sizes and _lengths(call) != _lengths(match):  # which is wrong is unknown
-                self.mismatches.append(cause_named("unequal", sender=rank, sent=call.words, receiver=other,
+                self.mismatches.append(make_cause("unequal", sender=rank, sent=call.words, receiver=other,
                                                    received=match.words))  # fmt: skip
         return wait
 
@@ -137,9 +137,9 @@ class BlockedCalls:
         state, trace, facts = self.facts.states.get(rank), self.traces.get(rank), self.facts
         return state.written if state else trace.written if trace and trace.written and not facts.states else facts.now
 
-    def _ago(self, rank: int, at: float) -> float:
+    def _ago(self, rank: int, moment: float) -> float:
         """Return the seconds from a time by a rank's clock to the newest file of any rank."""
-        return self.facts.ages.get(rank, 0.0) + self._last_written(rank) - at
+        return self.facts.ages.get(rank, 0.0) + self._last_written(rank) - moment
 
     def _members(self, rank: int, group: str) -> set[int]:
         """Return the ranks of a rank's group, if a source names them; the default group has all. Empty: unknown."""
@@ -175,11 +175,11 @@ class BlockedCalls:
 
     def _is_queued(self, trace: RankTrace, call: Call) -> bool:
         """Whether a rank has made a call only ahead of its GPU, which is still in an earlier call of another group."""
-        still_open = [one for one in trace.calls if not (one.done or one.p2p)]
+        still_open = [other for other in trace.calls if not (other.done or other.p2p)]
         is_in_other = bool(still_open) and still_open[0].started and still_open[0].group != call.group
         return is_in_other and any(
-            (one.group, one.number, one.started) == (call.group, call.number, False) and one.is_ahead
-            for one in still_open
+            (other.group, other.number, other.started) == (call.group, call.number, False) and other.is_ahead
+            for other in still_open
         )
 
     def _find_other_end(self, rank: int, call: Call, other: int) -> Call | None:
@@ -191,7 +191,7 @@ class BlockedCalls:
         inside = trace.groups.get(call.group, ())
         mine = inside.index(rank) if rank in inside else rank
         ends = (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == mine)
-        return next((one for one in ends if one.op != call.op), None)
+        return next((candidate for candidate in ends if candidate.op != call.op), None)
 
     def _is_over(self, rank: int, call: Call) -> bool:
         """Whether another rank, which has written since this one did, has left the call: this wait is an old one."""
@@ -209,9 +209,9 @@ class BlockedCalls:
             for wait in self.waits.values() if len(wait.here) == wait.size and wait.call.created
         }  # fmt: skip
         for rank, trace in self.traces.items() if entered else ():
-            for one in trace.calls:  # a rank may have left it
-                if one.created and (one.group, one.number, one.p2p) in entered and not (one.p2p and one.done):
-                    entered[one.group, one.number, one.p2p][rank] = self._ago(rank, one.created)
+            for call in trace.calls:  # a rank may have left it
+                if call.created and (call.group, call.number, call.p2p) in entered and not (call.p2p and call.done):
+                    entered[call.group, call.number, call.p2p][rank] = self._ago(rank, call.created)
         for wait in self.waits.values():
             if len(wait.here) == wait.size and wait.call.created:
                 times = entered[wait.call.group, wait.call.number, wait.call.p2p]
@@ -224,17 +224,17 @@ class BlockedCalls:
         """
 
         def is_earlier(rank: int) -> bool:
-            mine, others = self.waits[rank].call, (wait.call for wait in self._waits_for(rank).values())
-            return all(one.group == mine.group and one.number > mine.number for one in others)
+            call, others = self.waits[rank].call, (wait.call for wait in self._find_waiters(rank).values())
+            return all(other.group == call.group and other.number > call.number for other in others)
 
-        wanted = {rank for wait in self.waits.values() for rank in wait.missing}
-        late = {rank for rank in wanted
+        missing = {rank for wait in self.waits.values() for rank in wait.missing}
+        ranks = {rank for rank in missing
                 if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
-        return set(filter(self._is_late_by_most, late))
+        return set(filter(self._is_late_by_most, ranks))
 
     def _is_late_by_most(self, rank: int) -> bool:
         """Whether a rank still runs, or any failed; else whether most of a group wait for it in one call."""
-        states, waits = self.facts.states, self._waits_for(rank).values()
+        states, waits = self.facts.states, self._find_waiters(rank).values()
         failed = rank == self.facts.first or any(state.error for state in states.values())
         if rank not in states or not states[rank].ended or failed:
             return True
@@ -242,14 +242,14 @@ class BlockedCalls:
         return any(wait.call.p2p or not wait.size or waiting[wait.call.group, wait.call.number] > wait.size / 2
                    for wait in waits)  # fmt: skip
 
-    def _waits_for(self, rank: int) -> dict[int, Wait]:
+    def _find_waiters(self, rank: int) -> dict[int, Wait]:
         """Return the waits for a rank, by waiting rank."""
-        return {one: wait for one, wait in self.waits.items() if rank in wait.missing}
+        return {waiter: wait for waiter, wait in self.waits.items() if rank in wait.missing}
 
     def _has_left(self, other: int, rank: int) -> bool:
         """Whether a rank has left a rank's call, by a dump that is not newer than that rank's."""
-        trace, mine = self.traces.get(other), self.traces[rank]
-        if trace is None or (trace.taken and mine.taken and trace.taken > mine.taken + 1):
+        trace, trace_of_rank = self.traces.get(other), self.traces[rank]
+        if trace is None or (trace.taken and trace_of_rank.taken and trace.taken > trace_of_rank.taken + 1):
             return False
         return trace.has_left(self.waits[rank].call)
 
@@ -260,35 +260,35 @@ class BlockedCalls:
         its = self.waits[other].call
         return its.group == call.group and its.number != call.number
 
-    def _activity(self, rank: int) -> Activity:
+    def _find_activity(self, rank: int) -> Activity:
         """What a rank does that others wait for: by its calls if it waits itself, else by its own file or its calls."""
         facts = self.facts
         if rank in self.waits:
-            mine = describe(self.waits[rank].call)
+            text = describe(self.waits[rank].call)
             if rank in self.unbegun:
-                return Activity("gpu", f"has called {mine}, and its GPU has not begun it: work before it still runs")
+                return Activity("gpu", f"has called {text}, and its GPU has not begun it: work before it still runs")
             kind = "gpu" if rank in self.still_inside else "unknown"
-            return Activity(kind, f"is still in {mine}, which the others have finished")
-        waits = self._waits_for(rank)
+            return Activity(kind, f"is still in {text}, which the others have finished")
+        waits = self._find_waiters(rank)
         if rank in facts.states or rank in facts.processes or rank in facts.stacks:
             longest = max((wait.ago for wait in waits.values() if wait.call.created), default=None)
             begun = self._last_written(rank) + facts.ages.get(rank, 0.0) - longest if longest is not None else 0.0
-            return facts.since_wait_began(rank, begun)
+            return facts.find_activity_since(rank, begun)
         call, trace = waits[min(waits)].call, self.traces[rank]
-        last = next((one for one in reversed(trace.calls) if one.group == call.group), None)
+        last = next((made for made in reversed(trace.calls) if made.group == call.group), None)
         newest = trace.enqueued.get(call.group) or (last.number if last else 0)
         since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
         return Activity("unknown", f"has not entered {describe(call)}{since}{_name_line(last.frames if last else ())}")
 
-    def _describe(self, waiting: Sequence[int], *, whole: bool = False) -> list[str]:
+    def _describe(self, waiting: Sequence[int], *, all_rows: bool = False) -> list[str]:
         """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0"; whole: for whom, and from which line."""
         rows: dict[str, list[int]] = {}
         for rank in waiting:
             wait = self.waits[rank]
-            of_whom = f" for {ranks_of(sorted(wait.missing))}{self._line_of(rank, wait.call)}" if whole else ""
+            of_whom = f" for {ranks_of(sorted(wait.missing))}{self._find_line(rank, wait.call)}" if all_rows else ""
             rows.setdefault(describe(wait.call) + of_whom, []).append(rank)
-        most = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if whole else 4]
-        return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {where}" for where, ranks in most]
+        largest = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if all_rows else 4]
+        return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {place}" for place, ranks in largest]
 
     # The verdict -----------------------------------------------------------------------------------------------------
 
@@ -297,17 +297,17 @@ class BlockedCalls:
         facts = self.facts
         if not self.waits or not (self.decisive or self.mismatches or self._has_stalled()):
             return None
-        if self.mismatches and not any(one.kind == "stopped" for one in self.what.values()):
+        if self.mismatches and not any(activity.kind == "stopped" for activity in self.what.values()):
             failed = any(state.ended and state.error for state in facts.states.values())
             return facts.verdict("failed" if failed else "stuck", *self.mismatches, waiting=self.waiting)
-        gone = {rank for rank, one in self.what.items() if one.kind == "gone"}
+        gone = {rank for rank, activity in self.what.items() if activity.kind == "gone"}
         if self.first is None and (len(gone) > 1 or gone & facts.lost_a_peer):
             return None  # the errors of these ranks decide which of them was first
         if not self.roots:
-            return self._without_root()
-        if (early := self._too_early()) is not None:
+            return self._judge_without_root()
+        if (early := self._judge_patience()) is not None:
             return early
-        if not self.decisive and self.roots <= set(self.waits) - self.unbegun and self._resends():
+        if not self.decisive and self.roots <= set(self.waits) - self.unbegun and self._is_resending():
             behind = self.waits[min(self.roots)]  # all have come to the call that these are still in: not late
             message = f"{ranks_of(sorted(self.roots))}: still in {describe(behind.call)}"
             cause = network(facts, "transfers no data", self.wait, message, between=sorted(behind.here))
@@ -329,25 +329,25 @@ class BlockedCalls:
 
         If all may, and the others gave up, the timeout was short; they are named as what was waited for.
         """
-        facts, what = self.facts, self.what
-        named = [rank for rank in sorted(ranks) if self.age >= what[rank].grace]
-        named = named or sorted(ranks)
-        causes = [facts.cause_of(rank, what[rank], self.wait) for rank in named]
-        failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in named)
+        facts, activities = self.facts, self.what
+        accused = [rank for rank in sorted(ranks) if self.age >= activities[rank].grace]
+        accused = accused or sorted(ranks)
+        causes = [facts.cause_of(rank, activities[rank], self.wait) for rank in accused]
+        failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in accused)
         return facts.verdict("failed" if failed else "stuck", *causes, waiting=self.waiting)
 
-    def _too_early(self) -> Verdict | None:
+    def _judge_patience(self) -> Verdict | None:
         """No fault yet: the others wait for ranks at work that may take as long, or their timeout was too short."""
         patient = {rank: one for rank, one in self.what.items() if self.age < one.grace and rank not in self.decisive}
         if not patient or len(patient) < len(self.what):
             return None
         if self.facts.gave_up:
             is_long = all(one.grace >= self.facts.limit for one in patient.values())
-            return self.facts.timeout_too_short(patient, self.wait, self.waiting) if is_long else None
+            return self.facts.blame_timeout(patient, self.wait, self.waiting) if is_long else None
         rows = [f"rank {rank} {one.words}; {self.wait}" for rank, one in sorted(patient.items())]
-        return not_yet(rows, max(one.grace for one in patient.values()), self.waiting)
+        return make_open_verdict(rows, max(one.grace for one in patient.values()), self.waiting)
 
-    def _resends(self) -> bool:
+    def _is_resending(self) -> bool:
         """Whether, since the calls stand still, a rank's bytes to another host wait, and some had to be sent again.
 
         Nothing answers there. For a rank that only does not read, its kernel still answers.
@@ -359,17 +359,17 @@ class BlockedCalls:
             for state in states for address in state.held
         )  # fmt: skip
 
-    def _without_root(self) -> Verdict:
+    def _judge_without_root(self) -> Verdict:
         """All of a group are in a call that does not move; groups wait for each other; or who is missing is unknown."""
         facts, waits = self.facts, self.waits
         self.what = {rank: facts.activity(rank) for rank in facts.states}
-        if stopped := {rank for rank, one in self.what.items() if one.kind == "stopped"}:
+        if stopped := {rank for rank, activity in self.what.items() if activity.kind == "stopped"}:
             return self._named(stopped)
         # a count of calls does not show which call it is: the dumps of these ranks are about to come
-        counted = sorted({one for wait in waits.values() for one in wait.here if facts.has_moved_on(one)})
-        elsewhere = [one for one in counted if self.what[one].kind != "collective"]
+        counted = sorted({member for wait in waits.values() for member in wait.here if facts.has_moved_on(member)})
+        elsewhere = [member for member in counted if self.what[member].kind != "collective"]
         if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
-            return not_yet([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
+            return make_open_verdict([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
                            facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
         if circle := self._find_circle():
             return self._judge_circle(circle)
@@ -380,12 +380,12 @@ class BlockedCalls:
             cause = network(facts, "transfers no data", self.wait, message, between=inside)
             return facts.verdict("stuck", cause, waiting=self.waiting)
         unseen = sorted({rank for wait in waits.values() for rank in wait.unseen} - set(waits))
-        what = {rank: one for rank, one in self.what.items() if rank in unseen and one.kind != "gone"}
+        what = {rank: activity for rank, activity in self.what.items() if rank in unseen and activity.kind != "gone"}
         if mute := {rank for rank, one in what.items() if one.kind == "silent" and self.age >= one.grace}:
             return self._named(mute)
-        rest = f"whether {ranks_of(unseen)} entered is unknown"
+        unknown_part = f"whether {ranks_of(unseen)} entered is unknown"
         if unseen and len(what) == len(unseen) and self.age < facts.limit and not facts.gave_up:
-            return not_yet([f"{rest}; {self.wait}"], facts.limit, self.waiting)
+            return make_open_verdict([f"{unknown_part}; {self.wait}"], facts.limit, self.waiting)
         numbers: dict[str, set[int]] = {}
         for wait in waits.values():
             if wait.call.group and not wait.call.p2p:
@@ -396,9 +396,9 @@ class BlockedCalls:
             for group, here in numbers.items() if len(here) > 1
         ]  # fmt: skip
         evidence = tuple(dict.fromkeys((self.wait, *apart)))[:4]
-        rest = rest if unseen else "the rank that has not entered is unknown"
+        unknown_part = unknown_part if unseen else "the rank that has not entered is unknown"
         return facts.named("rank_unknown", waiting=self.waiting, waits="; ".join(self._describe(self.waiting)),
-                           evidence=evidence, rest=rest)  # fmt: skip
+                           evidence=evidence, rest=unknown_part)  # fmt: skip
 
     def _find_circle(self) -> tuple[int, ...]:
         """Return the ranks of a cycle, each of which waits for another of them."""
@@ -417,41 +417,41 @@ class BlockedCalls:
         busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in BUSY_KINDS]
         if busy and self.age < facts.limit:  # it has called ahead, and may yet come
             rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
-            return not_yet(rows, facts.limit, self.waiting)
+            return make_open_verdict(rows, facts.limit, self.waiting)
         unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
         for rank in circle if not busy and all(map(self._is_in_one_group, circle)) else ():
-            mine, sides = waits[rank], dict[tuple[str, int], list[int]]()
-            for other in sorted(mine.missing & waits.keys()):
+            wait_of_rank, sides = waits[rank], dict[tuple[str, int], list[int]]()
+            for other in sorted(wait_of_rank.missing & waits.keys()):
                 if rank in waits[other].missing and not waits[other].call.p2p:
                     sides.setdefault((waits[other].call.group, waits[other].call.number), []).append(other)
             for (group, _), others in sides.items():
-                both = self._members(rank, group) & self._members(rank, mine.call.group)
+                both = self._members(rank, group) & self._members(rank, wait_of_rank.call.group)
                 if len(others) > len(both) / 2 > 0:
                     odd[rank] = others
         if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come
             rows = [f"whether {ranks_of(unseen)} entered is unknown; {self.wait}"]
-            return not_yet(rows, 2 * STALL_SECONDS, self.waiting)
+            return make_open_verdict(rows, 2 * STALL_SECONDS, self.waiting)
         rank, others = min(odd.items(), default=(circle[0], [circle[0]]))
         call = waits[others[0]].call
-        made = any((one.group, one.number, one.p2p) == (call.group, call.number, False)
-                   for one in self.traces[rank].calls)  # fmt: skip
+        is_reordered = any((entry.group, entry.number, entry.p2p) == (call.group, call.number, False)
+                   for entry in self.traces[rank].calls)  # fmt: skip
         return facts.named(
             "circle_odd" if odd else "circle",
-            state="failed" if any(one.ended and one.error for one in facts.states.values()) else "stuck",
+            state="failed" if any(state.ended and state.error for state in facts.states.values()) else "stuck",
             who=ranks_of(sorted(odd) or circle), others=ranks_of(others), call=describe(call),
-            mine=describe(waits[rank].call), evidence=tuple(self._describe(circle, whole=True)),
-            ranks=tuple(sorted(odd)), waiting=tuple(one for one in circle if one not in odd),
-            how="the two calls are made in another order there" if made else (
+            mine=describe(waits[rank].call), evidence=tuple(self._describe(circle, all_rows=True)),
+            ranks=tuple(sorted(odd)), waiting=tuple(member for member in circle if member not in odd),
+            how="the two calls are made in another order there" if is_reordered else (
                 "that call was left out there, or the two calls are made in another order"),
         )  # fmt: skip
 
     def _is_in_one_group(self, rank: int) -> bool:
         """Whether a rank is in calls of one group only; a thread that writes a checkpoint calls in another."""
         calls = self.traces[rank].calls
-        return len({one.group for one in calls if not one.done and (one.started or not one.is_ahead)}) < 2
+        return len({call.group for call in calls if not call.done and (call.started or not call.is_ahead)}) < 2
 
-    def _line_of(self, rank: int, call: Call) -> str:
+    def _find_line(self, rank: int, call: Call) -> str:
         """The line of the user's code from which a rank has made a call, if a source shows it.
 
         The rank's file does if the rank waits in this call and was sampled since then, or ended there.
@@ -483,7 +483,7 @@ class BlockedCalls:
                 continue
             sizes = [size for rank in rows if rank in self.waits and (size := self.waits[rank].size)]
             known = max(sizes, default=len(members) or self.facts.world or len(rows))
-            lines = {rank: self._line_of(rank, call) for rank, call in rows.items()}
+            lines = {rank: self._find_line(rank, call) for rank, call in rows.items()}
             yield mismatch(rows, size=known if group else None, lines=lines)
 
 
@@ -500,7 +500,7 @@ def _longest_pause(trace: RankTrace, until: Call) -> float:
 # The network ----------------------------------------------------------------------------------------------------------
 
 
-def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
+def network(facts: RunFacts, symptom: str, *evidence: str, between: Sequence[int] = (), since: float = 0.0) -> Cause:
     """The cause if all ranks have entered the call: a link or a node, by the pairs of hosts whose bytes wait.
 
     `between` are in a call that does not move; for others the looks from `since` on count, Unix seconds: before it,
@@ -511,7 +511,7 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
     inside = set(between or range(facts.world or 0))
     here = {facts.host(rank) or "?" for rank in inside}
     if inside == set(facts.states) and len(here) == 1 and here != {"?"} and not pairs:
-        return cause_named("one_host", what=what, host=min(here), nodes=tuple(here), evidence=evidence)
+        return make_cause("one_host", what=symptom, host=min(here), nodes=tuple(here), evidence=evidence)
     hosts = sorted({facts.host(rank) or "?" for rank in between if rank in facts.states})
     if len(hosts) == 2:  # only these two are in the call that does not move
         pairs = Counter({pair: n for pair, n in pairs.items() if set(pair) == set(hosts)})
@@ -520,31 +520,31 @@ def network(facts: RunFacts, what: str, *evidence: str, between: Sequence[int] =
     for pair, n in pairs.items():
         links[frozenset(pair)] += n
     if len(hosts) == 2:  # there is no other link, though it may be that no look saw bytes wait
-        return _link(hosts, 1.0, what, rows)
+        return _link(hosts, 1.0, symptom, rows)
     total, looks = links.total(), max(pairs.values(), default=0)
     if not total or len(facts.states) < 2:
-        return cause_named("network", what=what, evidence=rows)
-    (link, most), *rest = links.most_common(2)
-    odds = _odds(most, rest[0][1] if rest else 0) if most / total >= EXPLAINS else 0.0
+        return make_cause("network", what=symptom, evidence=rows)
+    (link, highest), *further = links.most_common(2)
+    odds = _compare_counts(highest, further[0][1] if further else 0) if highest / total >= EXPLAINS else 0.0
     if odds >= 1:
-        return _link(sorted(link), most / total, what, rows)
+        return _link(sorted(link), highest / total, symptom, rows)
     by_host = Counter({host: sum(n for link, n in links.items() if host in link) for host in frozenset().union(*links)})
     (host, touched), (second, _) = by_host.most_common(2)
     others = sorted(frozenset().union(*(link for link in links if host in link)) - {host})
     elsewhere = sum(n for link, n in links.items() if second in link and host not in link)
-    own = touched - links[frozenset((host, second))]
-    odds_of_node = _odds(own, elsewhere) if touched / total >= EXPLAINS else 0.0
+    of_node = touched - links[frozenset((host, second))]
+    odds_of_node = _compare_counts(of_node, elsewhere) if touched / total >= EXPLAINS else 0.0
     if len(others) > 1 and odds_of_node >= 1:
-        return cause_named("node", host=host, what=what, others=", ".join(others), nodes=(host,),
+        return make_cause("node", host=host, what=symptom, others=", ".join(others), nodes=(host,),
                            share=touched / total, evidence=rows)  # fmt: skip
     if 0 < (best := max(odds, odds_of_node)) < 1:
         rows = (*rows, "which link it is cannot be distinguished yet; if this continues, it can be in about "
                        f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
-    return cause_named("network", what=what, evidence=rows)
+    return make_cause("network", what=symptom, evidence=rows)
 
 
 def _link(hosts: Sequence[str], share: float, what: str, rows: tuple[str, ...]) -> Cause:
-    return cause_named("link", one=hosts[0], other=hosts[1], what=what, nodes=tuple(hosts), share=share, evidence=rows)
+    return make_cause("link", one=hosts[0], other=hosts[1], what=what, nodes=tuple(hosts), share=share, evidence=rows)
 
 
 def _count_backlog(facts: RunFacts, between: Sequence[int], since: float) -> Counter[tuple[str, str]]:
@@ -560,7 +560,7 @@ def _count_backlog(facts: RunFacts, between: Sequence[int], since: float) -> Cou
     return pairs
 
 
-def _odds(looks: int, others: int) -> float:
+def _compare_counts(looks: int, others: int) -> float:
     """How far two counts of looks differ, as the square of the share of the margin: 1 is distinguishable.
 
     Counts of rare looks scatter by their square root (Poisson); the margin holds for a run with CONFIDENCE.
@@ -577,7 +577,7 @@ _ALIKE = ("all_reduce", "allreduce", "_allgather_base", "_all_gather_base", "all
 
 
 def _lengths(call: Call) -> tuple[object, ...]:
-    return (*(prod(one) for one in call.sizes), call.dtypes)
+    return (*(prod(size) for size in call.sizes), call.dtypes)
 
 
 def signature(call: Call) -> tuple[object, ...]:
@@ -585,7 +585,7 @@ def signature(call: Call) -> tuple[object, ...]:
     return (call.op, *(_lengths(call) if call.op.lower() in _ALIKE else ()))
 
 
-def odd_of_all(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
+def find_odd_rank(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
     """The one rank that gloo ended by the sizes of its call, if all others of the job were alike in their last call."""
     last = {rank: trace.calls[-1] for rank, trace in facts.traces.items() if trace.calls and rank not in ranks}
     alike = {(call.group, call.number, signature(call)) for call in last.values()}
@@ -593,8 +593,8 @@ def odd_of_all(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
         return None
     evidence = tuple(f"rank {rank}: {describe(call)}" for rank, call in sorted(last.items()))[:8]
     others, call = ranks_of(sorted(last)), next(iter(last.values()))
-    words = f"{ranks_of(ranks)} calls another size or another collective than {others} in {describe(call)}"
-    return Cause(code="call.size", message=words, ranks=ranks, evidence=(*evidence, facts.log.cut_short),
+    message = f"{ranks_of(ranks)} calls another size or another collective than {others} in {describe(call)}"
+    return Cause(code="call.size", message=message, ranks=ranks, evidence=(*evidence, facts.log.cut_short),
                  action=_SAME_CALL)  # fmt: skip
 
 
@@ -609,20 +609,20 @@ def mismatch(rows: Mapping[int, Call], *, size: int | None, lines: Mapping[int, 
         kinds.setdefault(signature(call), []).append(rank)
     usual = max(kinds.values(), key=len)
     odd = [rank for rank in sorted(rows) if rank not in usual]
-    mine, other = rows[odd[-1]], rows[usual[0]]
-    code, what = ("call.size", "other sizes") if mine.op == other.op else ("call.other", "another collective")
+    odd_call, other = rows[odd[-1]], rows[usual[0]]
+    code, difference = ("call.size", "other sizes") if odd_call.op == other.op else ("call.other", "another collective")
     evidence = tuple(f"rank {rank}: {describe(rows[rank])}{lines.get(rank, '')}" for rank in sorted(rows))[:8]
     if size is not None and len(usual) > size / 2:
         verb = f"call{'s' if len(odd) == 1 else ''}"
-        words = f"{ranks_of(odd)} {verb} {what}: {mine.words}, where the others call {other.words}"
-        return Cause(code=code, message=words, ranks=tuple(odd), evidence=evidence, action=_SAME_CALL)
+        message = f"{ranks_of(odd)} {verb} {difference}: {odd_call.words}, where the others call {other.words}"
+        return Cause(code=code, message=message, ranks=tuple(odd), evidence=evidence, action=_SAME_CALL)
     each = ", ".join(f"{ranks_of(ranks)} call{'s' if len(ranks) == 1 else ''} {rows[ranks[0]].words}"
                      for ranks in kinds.values())  # fmt: skip
-    rest = "; there is no majority, so it is unknown which of them is wrong"
+    restriction = "; there is no majority, so it is unknown which of them is wrong"
     if size is None:
-        rest = "; the log names no process group, so they may be of different groups"
+        restriction = "; the log names no process group, so they may be of different groups"
     elif len(rows) < size <= MOST_RANKS:
         absent = [rank for rank in range(size) if rank not in rows] if size > max(rows) else []
-        rest = f"; the calls of {ranks_of(absent) if absent else 'other ranks'} are not known"
-    words = f"{ranks_of(sorted(rows))} disagree: {each}{rest}"
-    return Cause(code=code, message=words, evidence=evidence, action=_SAME_CALL)
+        restriction = f"; the calls of {ranks_of(absent) if absent else 'other ranks'} are not known"
+    message = f"{ranks_of(sorted(rows))} disagree: {each}{restriction}"
+    return Cause(code=code, message=message, evidence=evidence, action=_SAME_CALL)

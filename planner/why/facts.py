@@ -62,7 +62,7 @@ class Cause:
     action: str = ""
 
 
-def cause_named(
+def make_cause(
     key: str, *, ranks: tuple[int, ...] = (), nodes: tuple[str, ...] = (), share: float | None = None,
     evidence: tuple[str, ...] = (), **fields: object,
 ) -> Cause:  # fmt: skip
@@ -103,13 +103,13 @@ class Verdict:
         """Return whether the verdict says that ranks wait, but not for which rank."""
         return bool(self.causes) and self.causes[0].code == "call.timeout"
 
-    def left_open(self, key: str, **fields: object) -> Verdict:
+    def with_question(self, key: str, **fields: object) -> Verdict:
         """Return it with a question of why.toml that stays open; where no fault was found, it may be unknown for it."""
-        line, what, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
-        found = replace(self, unknown=(*self.unknown, Unknown(what=what, command=how)))
+        line, missing, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
+        verdict = replace(self, unknown=(*self.unknown, Unknown(what=missing, command=how)))
         if not line or self.state not in ("fine", "unknown"):
-            return found
-        return replace(found, state="unknown", line=f"unknown: {line}")
+            return verdict
+        return replace(verdict, state="unknown", line=f"unknown: {line}")
 
 
 class Activity(NamedTuple):
@@ -171,14 +171,14 @@ class RunFacts:
         errors = {*self.log.errors.values(), *(state.error for state in states if state.error)}
         if not states or self.first is not None or any(state.asked for state in states):
             return ""
-        if own := list(filter(is_own, errors)):
-            return "SIGINT" if all(error.startswith("KeyboardInterrupt") for error in own) else ""
+        if own_errors := list(filter(is_own, errors)):
+            return "SIGINT" if all(error.startswith("KeyboardInterrupt") for error in own_errors) else ""
         if self.stopped:
             return self.stopped
-        if self.log.stopped and terminated and all(one.ended or one.pid in terminated for one in states):
+        if self.log.stopped and terminated and all(state.ended or state.pid in terminated for state in states):
             return {"2": "SIGINT", "15": "SIGTERM", "1": "SIGHUP"}.get(self.log.stopped, self.log.stopped)
-        ages = [self.ages.get(rank, 0.0) for rank, one in self.states.items()
-                if self.processes.get(rank) == "gone" and not one.ended]  # fmt: skip
+        ages = [self.ages.get(rank, 0.0) for rank, state in self.states.items()
+                if self.processes.get(rank) == "gone" and not state.ended]  # fmt: skip
         together = len(ages) == max(len(states), self.world or 1) > 1 and max(ages) - min(ages) <= TOGETHER_SECONDS
         return "unknown" if together else ""
 
@@ -200,32 +200,32 @@ class RunFacts:
         state, given_up = self.states.get(rank), self.gave_up
         if state is None or state.ended or rank in given_up or rank == self.first or not given_up:
             return False
-        if any(one in self.ages for one in given_up):
-            return self.ages.get(rank, 0.0) <= max(self.ages.get(one, 0.0) for one in given_up) + STALE_SECONDS
+        if any(other in self.ages for other in given_up):
+            return self.ages.get(rank, 0.0) <= max(self.ages.get(other, 0.0) for other in given_up) + STALE_SECONDS
         return state.written >= min(given_up.values()) - STALE_SECONDS
 
-    def first_to_end(self, ranks: Sequence[int]) -> int | None:
+    def find_first_to_end(self, ranks: Sequence[int]) -> int | None:
         """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
         said = {rank: self.states[rank].error or self.log.errors.get(rank, "") for rank in ranks}
         errors = {rank: error for rank, error in said.items() if error}
         if self.first is not None and self.first in ranks and is_own(errors.get(self.first, "")):
             clean = [rank for rank in ranks if self.states[rank].ended and not self.states[rank].error]
             left = [rank for rank in clean if self.first not in errors
-                    and 0 < self.calls_of(rank) < self.calls_of(self.first)]  # fmt: skip
+                    and 0 < self.count_calls(rank) < self.count_calls(self.first)]  # fmt: skip
             return left[0] if len(left) == 1 else self.first
         own = sorted((rank for rank in errors if is_own(errors[rank])), key=lambda rank: -self.ages.get(rank, 0.0))
         if own:
             unclear = len(own) > 1 and (are_alike([errors[one] for one in own]) or not self._ended_before(*own[:2]))
             return None if unclear else own[0]
         closed = (found for error in errors.values() if (found := _CLOSED.search(error)))
-        ends = [(found[1].removeprefix("::ffff:"), found[2]) for found in closed]
+        ends = [(match[1].removeprefix("::ffff:"), match[2]) for match in closed]
         # those that the launcher has ended wrote no final state either
         quiet = [r for r, s in self.states.items() if not s.error and s.pid not in self.log.terminated]
         owners = {end: rank for rank in quiet for end in self.states[rank].ends}
-        there = {one: [rank for rank in quiet if one in self.states[rank].addresses] for one, _ in ends}
+        there = {address: [rank for rank in quiet if address in self.states[rank].addresses] for address, _ in ends}
         pointed = Counter(owners[end] for one, port in ends if (end := f"{one}:{port}") in owners)
         # a rank that connected itself has another port than the one that its peer knows
-        pointed = pointed or Counter(there[one][0] for one, _ in ends if len(there[one]) == 1)
+        pointed = pointed or Counter(there[address][0] for address, _ in ends if len(there[address]) == 1)
         if pointed:
             return pointed.most_common(1)[0][0]
         quiet = [rank for rank in quiet if rank in ranks]
@@ -239,7 +239,7 @@ class RunFacts:
         """Return whether the dumps show calls of one group only, so that their numbers can be compared."""
         return len({group for trace in self.traces.values() for group in trace.enqueued}) < 2
 
-    def calls_of(self, rank: int) -> int:
+    def count_calls(self, rank: int) -> int:
         """Return how many collectives a rank has called, by a dump as new as its state; 0: unknown."""
         state, trace = self.states[rank], self.traces.get(rank)
         if trace is None or not self.has_one_group:
@@ -281,34 +281,34 @@ class RunFacts:
             return Activity("gone", "is gone: its process has ended, and it wrote no final state")
         if process == "stopped":  # perhaps for a moment only, as py-spy and gdb do it
             is_brief = self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS and "runs" in self.processes.values()
-            words = "is stopped (state T of its process: a signal or a debugger)"
-            return Activity("stopped", words, STALL_SECONDS if is_brief else 0.0)
+            text = "is stopped (state T of its process: a signal or a debugger)"
+            return Activity("stopped", text, STALL_SECONDS if is_brief else 0.0)
         if state is None:
             unseen = "has no known position: no log, trace or RAS report covers it"
             return Activity("unknown", f"is in {' < '.join(stack[:3])}" if stack else unseen)
         age, stale = self.ages.get(rank, 0.0), CLOCKS_SECONDS if self.copied else STALE_SECONDS
         is_mute = age > stale and not self.outlived(rank)
         if is_mute and process != "runs":  # its host may be down, or one call holds the GIL
-            words = f"has written no heartbeat for {age:.0f} s, while other ranks have"
-            return Activity("silent", words, 0.0 if self._is_unreachable(state) else self.limit)
-        kind, frames = kind_of(state) or "unknown", state.own or state.where or stack or ()
-        where = f", in {frames[0]}" if frames else ""
+            text = f"has written no heartbeat for {age:.0f} s, while other ranks have"
+            return Activity("silent", text, 0.0 if self._is_unreachable(state) else self.limit)
+        kind, frames = find_main_phase(state) or "unknown", state.own or state.where or stack or ()
+        place = f", in {frames[0]}" if frames else ""
         if is_mute:  # a call that holds the GIL, such as pickle, blocks the monitor
-            return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{where}", self.limit)
+            return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{place}", self.limit)
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
         effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
         if state.cpu_share is not None and state.cpu_share < IDLE_SHARE:
             effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
-        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{where}{effort}", self._grace(state))
+        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{place}{effort}", self._get_grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
         """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
-        others = [one for one in self.states.values() if one.host != state.host]
+        others = [peer_state for peer_state in self.states.values() if peer_state.host != state.host]
         return bool(self.lost_a_peer) or any(
-            one.held.get(address) and one.resent.get(address) for one in others for address in state.addresses
+            peer.held.get(address) and peer.resent.get(address) for peer in others for address in state.addresses
         )
 
-    def _grace(self, state: RankState) -> float:
+    def _get_grace(self, state: RankState) -> float:
         """Seconds for which others may wait for a rank at work, by the evidence on what it does.
 
         Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint)
@@ -320,10 +320,10 @@ class RunFacts:
             return self.limit
         if state.own and set(state.own) <= set(state.usual):
             return min(STALL_SECONDS, self.limit)
-        is_idle = state.cpu_share is None or kind_of(state, "compute") == "idle"
+        is_idle = state.cpu_share is None or find_main_phase(state, "compute") == "idle"
         return min(IDLE_SECONDS, self.limit) if is_idle else self.limit
 
-    def since_wait_began(self, rank: int, begun: float) -> Activity:
+    def find_activity_since(self, rank: int, begun: float) -> Activity:
         """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
 
         A rank that has just come back from a checkpoint computes by now; the wait is the checkpoint's.
@@ -333,18 +333,18 @@ class RunFacts:
             return now
         until = state.written + self.ages.get(rank, 0.0)  # a file may be older than those of the ranks that wait
         old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=until))
-        looks = {one: n - old.samples.get(one, 0) for one, n in state.samples.items()}
+        looks = {phase: n - old.samples.get(phase, 0) for phase, n in state.samples.items()}
         # a call that holds the GIL prevents looks
         if sum(looks.values()) * LOOK_SECONDS < (until - old.at) / 2:
-            words = f"{DOING[now.kind]} by its last sample, and for most of the wait its monitor could not run"
-            return Activity(now.kind, words, self.limit)
-        total = sum(n for one, n in looks.items() if one != "collective")
-        long = {one: n for one, n in looks.items() if one in LONG_PHASES}
+            text = f"{DOING[now.kind]} by its last sample, and for most of the wait its monitor could not run"
+            return Activity(now.kind, text, self.limit)
+        total = sum(n for phase, n in looks.items() if phase != "collective")
+        long = {phase: n for phase, n in looks.items() if phase in LONG_PHASES}
         if not state.since or state.since <= begun or total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
             return now
-        busy = max(long, key=lambda one: long[one])
-        words = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
-        return Activity(busy, words, self.limit)
+        busy = max(long, key=lambda phase: long[phase])
+        text = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
+        return Activity(busy, text, self.limit)
 
     # Causes and verdicts ---------------------------------------------------------------------------------------------
 
@@ -366,18 +366,18 @@ class RunFacts:
     def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
         """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
         row = _WORDS["cause"][key]
-        found = self.verdict(state or row.get("state", "failed"), cause_named(key, **fields), waiting=waiting)
-        return replace(found, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else found
+        verdict = self.verdict(state or row.get("state", "failed"), make_cause(key, **fields), waiting=waiting)
+        return replace(verdict, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else verdict
 
-    def cause_of(self, rank: int, what: Activity, *evidence: str, share: float | None = None) -> Cause:
+    def cause_of(self, rank: int, activity: Activity, *evidence: str, share: float | None = None) -> Cause:
         """The cause that a rank is, with its host, its stack and the command that looks further."""
         state, host = self.states.get(rank), self.host(rank)
         own, stack = (state.own if state else ()), self.stacks.get(rank) or (state.where if state else ())
-        error = (state.error if state else None) or self.log.errors.get(rank) if what.kind == "gone" else None
+        error = (state.error if state else None) or self.log.errors.get(rank) if activity.kind == "gone" else None
         rows = (*evidence, *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
                 *(f"its {name}: {' < '.join(frames[:4])}" for name, frames in (("own code", own), ("stack", stack))
                   if frames))  # fmt: skip
-        kind = what.kind
+        kind = activity.kind
         if kind == "gone" and error:
             kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
         elif kind == "gone" and state and state.ended:
@@ -385,25 +385,25 @@ class RunFacts:
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
-        message = f"rank {rank}{f' on {host}' if host else ''} {what.words}"
+        message = f"rank {rank}{f' on {host}' if host else ''} {activity.words}"
         return Cause(
-            code=CODES.get(what.kind, "rank.behind"), message=message, ranks=(rank,), share=share,
+            code=CODES.get(activity.kind, "rank.behind"), message=message, ranks=(rank,), share=share,
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
         )  # fmt: skip
 
-    def timeout_too_short(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
+    def blame_timeout(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
         """The others gave up waiting for ranks at work that may take long: the timeout is at fault, no rank is."""
         errors = [state.error or "" for state in self.states.values()]
-        limit = next((int(found[1]) / 1000 for error in errors if (found := _LIMIT.search(error))), None)
-        words = tuple(f"rank {rank} {what.words}" for rank, what in sorted(busy.items()))
-        evidence = (*filter(None, [wait]), *words[1:4], *(one[:200] for one in errors if TIMED_OUT.search(one)))
+        limit = next((int(match[1]) / 1000 for error in errors if (match := _LIMIT.search(error))), None)
+        texts = tuple(f"rank {rank} {activity.words}" for rank, activity in sorted(busy.items()))
+        evidence = (*filter(None, [wait]), *texts[1:4], *(error[:200] for error in errors if TIMED_OUT.search(error)))
         other = _WORDS["action_of_long"].get(busy[min(busy)].kind, "")
-        verdict = self.named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=words[0], other=other,
+        verdict = self.named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=texts[0], other=other,
                              waiting=waiting, evidence=evidence[:6])  # fmt: skip
-        return replace(verdict, not_at_fault=words)
+        return replace(verdict, not_at_fault=texts)
 
 
-def not_yet(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
+def make_open_verdict(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
     """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
     line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"
     return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
@@ -431,7 +431,7 @@ def are_alike(errors: Sequence[str]) -> bool:
     return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1
 
 
-def kind_of(state: RankState, phase: str | None = None) -> str | None:
+def find_main_phase(state: RankState, phase: str | None = None) -> str | None:
     """The phase of a rank, or another one that it was mostly in: what is not on a CPU does not compute."""
     phase = phase or state.phase
     if phase != "compute" or state.cpu_share is None or state.cpu_share >= IDLE_SHARE:

@@ -32,7 +32,7 @@ from planner.why.facts import (
     Cause,
     RunFacts,
     Verdict,
-    kind_of,
+    find_main_phase,
 )
 
 # NCCL diagnostics report a rank more than 30 % away from the median (docs/userguide, troubleshooting/diagnostics)
@@ -82,50 +82,50 @@ class Lateness:
 def find_late_rank(facts: RunFacts) -> Verdict | None:
     """Return the verdict if the others always wait for one rank, or if a rank looks late and is not at fault."""
     windows = WINDOWS[:1] if facts.is_over else WINDOWS  # nothing is recent in a run that has ended
-    by_looks = [row for since in windows for row in _by_samples(facts, since)]
+    by_looks = [row for since in windows for row in _compare_samples(facts, since)]
     has_joined = any("join" in state.samples for state in facts.states.values())  # such a rank makes calls at once
-    rows = [] if has_joined else _by_calls(facts, windows)
-    refuted = {one.rank for one in by_looks if one.usual < 1 - MATTERS and one.work <= one.usual}
-    rows = [one for one in rows if one.rank not in refuted] + by_looks
-    late = sorted((one for one in rows if one.excess > 0), key=lambda one: -one.excess)
-    habits = {one.rank: _habit(one.rank, facts) for one in late}
-    lacking = {one: MIN_SECONDS - one.seconds if habits[one.rank] == AS_OTHERS else 0.0 for one in late}
-    proven = {one.rank: one for one in reversed(late) if one.excess > one.margin and lacking[one] <= 0}
+    rows = [] if has_joined else _compare_calls(facts, windows)
+    refuted = {row.rank for row in by_looks if row.usual < 1 - MATTERS and row.work <= row.usual}
+    rows = [row for row in rows if row.rank not in refuted] + by_looks
+    late_rows = sorted((row for row in rows if row.excess > 0), key=lambda row: -row.excess)
+    habits = {row.rank: _find_habit(row.rank, facts) for row in late_rows}
+    lacking = {row: MIN_SECONDS - row.seconds if habits[row.rank] == AS_OTHERS else 0.0 for row in late_rows}
+    proven = {row.rank: row for row in reversed(late_rows) if row.excess > row.margin and lacking[row] <= 0}
     causes, not_at_fault = [], []
-    for one in sorted(proven.values(), key=lambda one: -one.excess):
-        what = habits[one.rank]
-        if what.kind in (*LONG_PHASES, "turns"):
-            not_at_fault.append(f"rank {one.rank} {what.words}; {one.wait}")
+    for one in sorted(proven.values(), key=lambda row: -row.excess):
+        habit = habits[one.rank]
+        if habit.kind in (*LONG_PHASES, "turns"):
+            not_at_fault.append(f"rank {one.rank} {habit.words}; {one.wait}")
         else:
-            causes.append(facts.cause_of(one.rank, what, one.wait, _since_when(one.rank, facts), share=one.share))
+            causes.append(facts.cause_of(one.rank, habit, one.wait, _describe_change(one.rank, facts), share=one.share))
     if causes:
         alone = (causes[0].share or 0.0) >= EXPLAINS
         ranks = tuple(cause.ranks[0] for cause in causes[: 1 if alone else None])
-        others = tuple(sorted({one.rank for one in rows} - set(ranks)))
+        others = tuple(sorted({row.rank for row in rows} - set(ranks)))
         return facts.verdict("slow", *causes, ranks=ranks, waiting=others)
     if not_at_fault:
         return Verdict(state="fine", line=f"no fault: {not_at_fault[0]}", not_at_fault=tuple(not_at_fault))
-    open_rows = [one for one in late if one.seconds_left < MOST_SECONDS_LEFT]
+    open_rows = [row for row in late_rows if row.seconds_left < MOST_SECONDS_LEFT]
     if not open_rows:
         return None
-    one = min(open_rows, key=lambda one: one.seconds_left)
+    one = min(open_rows, key=lambda nearest: nearest.seconds_left)
     line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
             f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this continues, it will be in about "
             f"{max(1.0, one.seconds_left, lacking[one]):.0f} s")  # fmt: skip
     return Verdict(state="fine", line=line)
 
 
-def _since_when(rank: int, facts: RunFacts) -> str:
+def _describe_change(rank: int, facts: RunFacts) -> str:
     """Return since when a rank has been late, if its pace has changed in this run; else an empty text."""
-    growth = _growth(facts.states[rank]) if rank in facts.states else None
+    growth = _find_growth(facts.states[rank]) if rank in facts.states else None
     if growth is None or growth.since <= OUTLIER * growth.before:
         return ""
-    at = strftime("%H:%M:%S", gmtime(growth.began))
-    return (f"late since about {at} UTC, after some {growth.calls} collectives: {growth.since:.3g} s from call to "
+    time = strftime("%H:%M:%S", gmtime(growth.began))
+    return (f"late since about {time} UTC, after some {growth.calls} collectives: {growth.since:.3g} s from call to "
             f"call, {growth.before:.3g} s before")  # fmt: skip
 
 
-def _quantile(ranks: int) -> float:
+def _get_quantile(ranks: int) -> float:
     """Return how many standard errors a difference must exceed for this number of compared ranks (Bonferroni)."""
     return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (max(1, ranks) * len(WINDOWS)))
 
@@ -138,37 +138,37 @@ class Waits(NamedTuple):
     errors: Mapping[int, float]  # error of each rank's clock in seconds; 0 if no clocks are compared
 
 
-def _by_calls(facts: RunFacts, windows: tuple[float, ...]) -> list[Lateness]:
+def _compare_calls(facts: RunFacts, windows: tuple[float, ...]) -> list[Lateness]:
     """Compare how long the ranks waited in their calls; empty if that cannot be compared.
 
     A window is the fraction of the calls to skip, from the first on.
     """
-    calls = _shared_calls(facts)
-    found = []
+    calls = _find_shared_calls(facts)
+    rows = []
     for since in windows:
-        waits = _waits_on_gpus(calls, since) or _waits_by_arrival(calls, facts, since)
+        waits = _measure_on_gpus(calls, since) or _measure_by_arrival(calls, facts, since)
         if waits is None or len(waits.rows) < MIN_CALLS or waits.elapsed <= 0:
             continue
         total = {rank: sum(row[rank] for row in waits.rows) for rank in waits.rows[0]}
         caused = dict.fromkeys(total, 0.0)
         for row in waits.rows:
             caused[min(row, key=lambda rank: row[rank])] += sum(row.values())
-        found += [_lateness(rank, waits, total, caused) for rank in total]
-    return found
+        rows += [_measure_lateness(rank, waits, total, caused) for rank in total]
+    return rows
 
 
-def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mapping[int, float]) -> Lateness:
+def _measure_lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mapping[int, float]) -> Lateness:
     """Return how late a rank is, from its waiting time and that of the median of the other ranks."""
-    others = [one for one in total if one != rank]
-    middle = median_low(total[one] for one in others)
-    usual = next(one for one in others if total[one] == middle)
+    others = [other for other in total if other != rank]
+    middle = median_low(total[other] for other in others)
+    usual = next(other for other in others if total[other] == middle)
     count, elapsed = len(waits.rows), waits.elapsed
     size, clocks = count // BLOCKS, waits.errors[rank] + waits.errors[usual]
-    more = [row[usual] - row[rank] for row in waits.rows]
-    blocks = [mean(more[n * size : (n + 1) * size]) for n in range(BLOCKS)]
+    differences = [row[usual] - row[rank] for row in waits.rows]
+    blocks = [mean(differences[n * size : (n + 1) * size]) for n in range(BLOCKS)]
     # A few long pauses are no habit: the sum of waits that come at random times scatters by the root of their squares.
-    error = max(stdev(blocks) / sqrt(BLOCKS), sqrt(sum(one * one for one in more)) / count)
-    margin, all_waiting = _quantile(len(total)) * error * count / elapsed, sum(caused.values())
+    error = max(stdev(blocks) / sqrt(BLOCKS), sqrt(sum(difference * difference for difference in differences)) / count)
+    margin, all_waiting = _get_quantile(len(total)) * error * count / elapsed, sum(caused.values())
     share = caused[rank] / all_waiting if all_waiting > 0 else 0.0
     wait = (f"flight recorder: the others waited {caused[rank] / len(others):.1f} s of {elapsed:.1f} s for it, "
             f"{share:.0%} of all waiting, over {count} collectives (margin {margin * elapsed:.1f} s"
@@ -178,37 +178,37 @@ def _lateness(rank: int, waits: Waits, total: Mapping[int, float], caused: Mappi
                     wait=wait)  # fmt: skip
 
 
-def _waits_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
+def _measure_on_gpus(calls: list[dict[int, Call]], since: float) -> Waits | None:
     """Use the duration of each call on each GPU: all GPUs leave it together, so the last to enter has the shortest.
 
     Returns None if the recorder has not measured these durations.
     """
-    rows = [{rank: one.seconds for rank, one in row.items() if one.seconds is not None} for row in calls]
-    whole = [n for n, row in enumerate(rows) if len(row) == len(calls[n])]
-    whole = whole[max(1, int(since * len(whole))) :]
-    if not whole:
+    rows = [{rank: call.seconds for rank, call in row.items() if call.seconds is not None} for row in calls]
+    complete = [n for n, row in enumerate(rows) if len(row) == len(calls[n])]
+    complete = complete[max(1, int(since * len(complete))) :]
+    if not complete:
         return None
-    first, last = calls[whole[0]], calls[whole[-1]]
+    first, last = calls[complete[0]], calls[complete[-1]]
     elapsed = median((last[rank].created or 0.0) - (first[rank].created or 0.0) for rank in first)
-    waits = [{rank: seconds - min(rows[n].values()) for rank, seconds in rows[n].items()} for n in whole]
+    waits = [{rank: seconds - min(rows[n].values()) for rank, seconds in rows[n].items()} for n in complete]
     return Waits(waits, elapsed, dict.fromkeys(first, 0.0))
 
 
-def _waits_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: float) -> Waits | None:
+def _measure_by_arrival(calls: list[dict[int, Call]], facts: RunFacts, since: float) -> Waits | None:
     """Use the time at which each rank made its calls, on aligned clocks; None if that is impossible or useless.
 
     Calls enqueued ahead of the GPU, such as NCCL's, do not show when a rank reached them.
     """
-    rows = [{rank: one.created or 0.0 for rank, one in row.items()} for row in calls]
-    if not rows or any(one.is_ahead for one in calls[0].values()):
+    rows = [{rank: call.created or 0.0 for rank, call in row.items()} for row in calls]
+    if not rows or any(call.is_ahead for call in calls[0].values()):
         return None
     clocks = align(rows, {rank: f"{s.boot} {s.host}" for rank, s in facts.states.items() if s.host})
     rows = rows[max(1, int(since * len(rows))) :]
     if not rows or len(clocks) < len(rows[0]):
         return None
-    true = [{rank: at - clocks[rank][0] for rank, at in row.items()} for row in rows]
+    true = [{rank: arrival - clocks[rank][0] for rank, arrival in row.items()} for row in rows]
     # a call that a rank makes before the last one could begin waits only from then on: no second counts twice
-    waits = [{rank: max(row.values()) - max(at, *old.values()) for rank, at in row.items()}
+    waits = [{rank: max(row.values()) - max(arrival, *old.values()) for rank, arrival in row.items()}
              for old, row in pairwise(true)]  # fmt: skip
     elapsed = max(true[-1].values()) - max(true[0].values())
     return Waits(waits, elapsed, {rank: error for rank, (_, error) in clocks.items()})
@@ -227,7 +227,7 @@ def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str]) -> dict
     if len(rows) < 2:
         return {}
     reference, elapsed = min(rows[0]), max(rows[-1].values()) - max(rows[0].values())
-    found = {reference: (0.0, 0.0)}
+    offsets = {reference: (0.0, 0.0)}
     for rank in sorted(set(rows[0]) - {reference}):
         low = max(now[rank] - after[reference] for now, after in pairwise(rows))
         high = min(after[rank] - now[reference] for now, after in pairwise(rows))
@@ -236,11 +236,11 @@ def align(rows: Sequence[Mapping[int, float]], hosts: Mapping[int, str]) -> dict
         elif low <= high:
             low, high = low - DRIFT * elapsed, high + DRIFT * elapsed
         if low <= high:
-            found[rank] = (low + high) / 2, (high - low) / 2
-    return found
+            offsets[rank] = (low + high) / 2, (high - low) / 2
+    return offsets
 
 
-def _shared_calls(facts: RunFacts) -> list[dict[int, Call]]:
+def _find_shared_calls(facts: RunFacts) -> list[dict[int, Call]]:
     """Each rank's call, for the collectives that all ranks made of the one group that most calls are of."""
     rows: dict[tuple[str, int], dict[int, Call]] = {}
     for rank, trace in facts.traces.items():
@@ -250,10 +250,10 @@ def _shared_calls(facts: RunFacts) -> list[dict[int, Call]]:
     full = {key: row for key, row in rows.items() if len(row) == (facts.world or len(facts.traces)) > 1}
     calls = Counter(group for group, _ in full)
     busiest = calls.most_common(1)[0][0] if calls else ""
-    return [row for (group, _), row in sorted(full.items(), key=lambda one: one[0][1]) if group == busiest]
+    return [row for (group, _), row in sorted(full.items(), key=lambda item: item[0][1]) if group == busiest]
 
 
-def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
+def _compare_samples(facts: RunFacts, since: float) -> list[Lateness]:
     """By how often a look at each rank found it in a collective: no clocks are compared.
 
     Only looks count between which a collective began: a long pause for other work is one event, however often it is
@@ -265,21 +265,21 @@ def _by_samples(facts: RunFacts, since: float) -> list[Lateness]:
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
         old = start.moving  # a file of a job's own may count otherwise
         looks = {kind: max(0, n - old.get(kind, 0)) for kind, n in state.moving.items() if kind not in LONG_PHASES}
-        taken = sum(looks.values())
-        if taken < MIN_LOOKS:
+        count = sum(looks.values())
+        if count < MIN_LOOKS:
             return []
-        works[rank], spans[rank] = (1 - looks.get("collective", 0) / taken, taken), state.written - start.at
+        works[rank], spans[rank] = (1 - looks.get("collective", 0) / count, count), state.written - start.at
     if len(works) < max(2, facts.world or 0):
         return []
-    found = []
-    for rank, (work, taken) in works.items():
-        others = [works[one] for one in works if one != rank]
-        usual, least = median(share for share, _ in others), min(n for _, n in others)
-        margin = _quantile(len(works)) * sqrt(_variance(work, taken) + OUTLIER**2 * _variance(usual, least))
-        wait = (f"rank states: it is outside collectives in {work:.0%} of {taken} samples, the others in {usual:.0%} "
+    rows = []
+    for rank, (work, count) in works.items():
+        others = [works[other] for other in works if other != rank]
+        usual, fewest = median(share for share, _ in others), min(n for _, n in others)
+        margin = _get_quantile(len(works)) * sqrt(_variance(work, count) + OUTLIER**2 * _variance(usual, fewest))
+        wait = (f"rank states: it is outside collectives in {work:.0%} of {count} samples, the others in {usual:.0%} "
                 f"(margin {margin:.0%})")  # fmt: skip
-        found.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, seconds=spans[rank], wait=wait))
-    return found
+        rows.append(Lateness(rank=rank, work=work, usual=usual, margin=margin, seconds=spans[rank], wait=wait))
+    return rows
 
 
 def _variance(share: float, looks: int) -> float:
@@ -288,28 +288,28 @@ def _variance(share: float, looks: int) -> float:
     return smoothed * (1 - smoothed) / looks
 
 
-def _habit(rank: int, facts: RunFacts) -> Activity:
+def _find_habit(rank: int, facts: RunFacts) -> Activity:
     """Return what a rank that is always late does more often than the others."""
     state = facts.states.get(rank)
     if facts.processes.get(rank) == "stopped" or state is None or not state.samples:
         return facts.activity(rank)
-    rest: Counter[str] = Counter()
-    for other, one in facts.states.items():
+    samples_of_others: Counter[str] = Counter()
+    for other, other_state in facts.states.items():
         if other != rank:
-            rest.update(one.samples)
-    looks, of_rest = sum(state.samples.values()), max(1, rest.total())
+            samples_of_others.update(other_state.samples)
+    looks, of_rest = sum(state.samples.values()), max(1, samples_of_others.total())
     mine, theirs = ({kind: row.get(kind, 0) / total for kind in DOING if kind != "collective"}
-                    for row, total in ((state.samples, looks), (rest, of_rest)))  # fmt: skip
-    more = {kind: mine[kind] - theirs[kind] for kind in mine}
-    kind = max(more, key=lambda one: more[one])
+                    for row, total in ((state.samples, looks), (samples_of_others, of_rest)))  # fmt: skip
+    excess = {kind: mine[kind] - theirs[kind] for kind in mine}
+    kind = max(excess, key=lambda name: excess[name])
     workers = mine["workers"], theirs["workers"]
-    if min(workers) > MATTERS / 2 and (kind == "workers" or more[kind] <= MATTERS):
+    if min(workers) > MATTERS / 2 and (kind == "workers" or excess[kind] <= MATTERS):
         shares = f"{workers[0]:.0%} of its samples, {workers[1]:.0%} of those of the others"
         return Activity("turns", f"{DOING['workers']} in {shares}: equally fast loaders take turns in being last")
     # a difference within the sampling error is not a difference
-    if more[kind] <= 2 * sqrt(0.25 / looks + 0.25 / of_rest):
+    if excess[kind] <= 2 * sqrt(0.25 / looks + 0.25 / of_rest):
         return AS_OTHERS
-    now = kind_of(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
+    now = find_main_phase(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
     return Activity(now, f"{DOING[now]} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others")
 
 
@@ -326,7 +326,7 @@ class Growth(NamedTuple):
     more: dict[str, float]  # by phase: additional seconds per call
 
 
-def _growth(state: RankState) -> Growth | None:
+def _find_growth(state: RankState) -> Growth | None:
     """The one change of a rank's pace that fits best, by least absolute deviations from the medians before and since.
 
     None with fewer than MIN_PIECES on a side. A pause in one piece moves no median, and so is no change. The first
@@ -341,16 +341,16 @@ def _growth(state: RankState) -> Growth | None:
             pieces.append((old, {kind: n * each for kind, n in looks.items() if kind not in LONG_PHASES}))
     paces = [sum(spent.values()) for _, spent in pieces]
 
-    def misfit(at: int) -> float:
-        return sum(abs(one - median(part)) for part in (paces[:at], paces[at:]) for one in part)
+    def misfit(index: int) -> float:
+        return sum(abs(pace - median(part)) for part in (paces[:index], paces[index:]) for pace in part)
 
     at = min(range(MIN_PIECES, len(paces) - MIN_PIECES + 1), key=misfit, default=None)
     if at is None:
         return None
     kinds = {kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in DOING if kind not in LONG_PHASES}
-    more = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
+    grown = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
     change = pieces[at][0]
-    return Growth(median(paces[:at]), median(paces[at:]), change.at, change.calls, more)
+    return Growth(median(paces[:at]), median(paces[at:]), change.at, change.calls, grown)
 
 
 def find_lower_pace(facts: RunFacts) -> Verdict | None:
@@ -358,19 +358,19 @@ def find_lower_pace(facts: RunFacts) -> Verdict | None:
 
     None where a few ranks do: whether they are late is for find_late_rank to say, with its margin.
     """
-    rows = [one for state in facts.states.values() if (one := _growth(state)) is not None]
+    rows = [growth for state in facts.states.values() if (growth := _find_growth(state)) is not None]
     if not rows or len(rows) < len(facts.states):
         return None
-    before, since = (median(getattr(one, name) for one in rows) for name in ("before", "since"))
-    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in (_most(one.more) for one in rows))
+    before, since = (median(getattr(growth, name) for growth in rows) for name in ("before", "since"))
+    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in (_most(growth.more) for growth in rows))
     if not since > LONGER * before > 0 or 0 < busy < len(rows) / 2:
         return None
     timing, times = f"rank states: {since:.3g} s from call to call, {before:.3g} s before", f"{since / before:.1f}"
-    kind, share = _most({kind: median(one.more[kind] for one in rows) for kind in rows[0].more})
+    kind, share = _most({kind: median(growth.more[kind] for growth in rows) for kind in rows[0].more})
     if share < EXPLAINS:
         return facts.named("all_mixed", times=times, kind=kind, share=share, evidence=(timing,))
     if kind == "collective":
-        cause = network(facts, "has become slow", timing, since=max(one.began for one in rows))
+        cause = network(facts, "has become slow", timing, since=max(growth.began for growth in rows))
         if len(cause.evidence) > 1:
             return facts.verdict("slow", cause)
         # no byte was seen waiting: a rank that is not let run looks the same

@@ -27,7 +27,7 @@ from planner.why.facts import (
     are_alike,
     headline,
     is_own,
-    not_yet,
+    make_open_verdict,
     ranks_of,
 )
 
@@ -38,7 +38,7 @@ _ANSWERS = {"": "and has no connection", "connected": "and is connected", "close
 _MESH = re.compile(r"connectFullMesh failed.*remote=\[([^\]]+)\]:(\d+)")
 
 
-def by_clash(facts: RunFacts) -> Verdict | None:
+def judge_clash(facts: RunFacts) -> Verdict | None:
     """Use calls that torch itself compared before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = facts.log.clash
     if len({signature(call) for call in rows.values()}) >= 2:
@@ -52,7 +52,7 @@ def by_clash(facts: RunFacts) -> Verdict | None:
     return facts.named("clash_numbers", who=who, each="; ".join(each[:4]), evidence=each[:8])
 
 
-def by_models(facts: RunFacts) -> Verdict | None:
+def judge_models(facts: RunFacts) -> Verdict | None:
     """Use DDP's own check for parameters without a gradient, and for ranks whose model differs.
 
     Only a majority of the ranks whose models are known makes another rank the odd one. Shapes are compared with those
@@ -70,8 +70,8 @@ def by_models(facts: RunFacts) -> Verdict | None:
         return None
     if rows.get(0, "").startswith("params["):
         kinds[rows[0]] += len(facts.states.keys() - rows.keys())
-    usual, most = kinds.most_common(1)[0]
-    is_certain = 2 * most > max(facts.world or 3, len(rows))
+    usual, count = kinds.most_common(1)[0]
+    is_certain = 2 * count > max(facts.world or 3, len(rows))
     odd = tuple(sorted(rank for rank, kind in rows.items() if kind != usual)) if is_certain else ()
     each = "; ".join(f"rank {rank} has {kind}" for rank, kind in sorted(rows.items())[:8])
     who = f"{ranks_of(odd)} {'has' if len(odd) == 1 else 'have'} a different model than the others" if odd else (
@@ -79,66 +79,66 @@ def by_models(facts: RunFacts) -> Verdict | None:
     return facts.named("models", who=who, each=each, ranks=odd)
 
 
-def by_meeting(facts: RunFacts) -> Verdict | None:
+def judge_meeting(facts: RunFacts) -> Verdict | None:
     """Find why ranks, or torchrun on several nodes, have not met, by the files of those that wait at the rendezvous.
 
     Those that wait are never named. A file that is older than the wait is of an earlier start.
     """
     kind, everyone = ("node", facts.nodes) if facts.nodes else ("rank", facts.states)
-    here = {one: state for one, state in sorted(everyone.items()) if state.asked}
-    ages = {one: facts.ages.get(one, 0.0) for one in everyone}
-    waits = {one: state.written - (state.since or state.written) for one, state in here.items()}
+    here = {rank: state for rank, state in sorted(everyone.items()) if state.asked}
+    ages = {rank: facts.ages.get(rank, 0.0) for rank in everyone}
+    waits = {rank: state.written - (state.since or state.written) for rank, state in here.items()}
     age = max(waits.values(), default=0.0)
-    if not here or any(ages[one] <= age and not everyone[one].ended for one in set(everyone) - set(here)):
+    if not here or any(ages[rank] <= age and not everyone[rank].ended for rank in set(everyone) - set(here)):
         return None
     errors = [state.error for state in here.values() if state.error]
-    if own := next(filter(is_own, errors), None):
-        return facts.named("launcher", error=headline(own), evidence=(own,)) if kind == "node" else None
+    if own_error := next(filter(is_own, errors), None):
+        return facts.named("launcher", error=headline(own_error), evidence=(own_error,)) if kind == "node" else None
     for error in errors:
-        if found := _MESH.search(error):
-            who = ranks_of([one for one, state in here.items() if state.error == error], kind)
-            return facts.named("mesh", who=who, peer=f"{found[1]}:{found[2]}", evidence=(error,))
-    by_log = by_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
+        if match := _MESH.search(error):
+            who = ranks_of([rank for rank, state in here.items() if state.error == error], kind)
+            return facts.named("mesh", who=who, peer=f"{match[1]}:{match[2]}", evidence=(error,))
+    by_log = judge_rendezvous(replace(facts, log=watchdog.read([*facts.log.attempts, *errors])))
     if by_log and by_log.causes[0].code == "port_in_use":
         return by_log
     world = max(state.world_size or 0 for state in here.values())
-    absent = tuple(one for one in range(min(world, MOST_RANKS)) if one not in here) if max(here) < world else ()
+    absent = tuple(rank for rank in range(min(world, MOST_RANKS)) if rank not in here) if max(here) < world else ()
     missing = ranks_of(absent, kind) if absent else f"{world - len(here)} of {world} {kind}s"
-    gave_up = [ages[one] for one, state in here.items() if state.answer == "connected" and state.ended]
+    gave_up = [ages[rank] for rank, state in here.items() if state.answer == "connected" and state.ended]
     # one that gave up may have hosted the store: a connection that was closed then does not show a fault of the network
     reached = ("connected", "closed") if gave_up else ("connected",)
-    late = [one for one, state in here.items() if state.answer not in reached
-            and gave_up and waits[one] + ages[one] <= max(gave_up) + ORDER_SECONDS]  # fmt: skip
-    lost = [state for one, state in here.items() if state.answer not in reached and one not in late]
+    behind = [rank for rank, state in here.items() if state.answer not in reached
+            and gave_up and waits[rank] + ages[rank] <= max(gave_up) + ORDER_SECONDS]  # fmt: skip
+    lost = [state for rank, state in here.items() if state.answer not in reached and rank not in behind]
     unresolved = [state for state in lost if state.answer == "unresolved"]
     place = (unresolved or lost or [*here.values()])[0].asked
-    rows = tuple(f"{kind} {one}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
+    rows = tuple(f"{kind} {rank}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
                  f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {_ANSWERS.get(state.answer, state.answer)}"
-                 for one, state in here.items())  # fmt: skip
+                 for rank, state in here.items())  # fmt: skip
     key = ("unresolved" if unresolved else "places" if len({state.asked for state in here.values()}) > 1
-           else "unreached" if lost else "absent" if len(here) < world else "late" if late else "unmet")  # fmt: skip
-    named, limit = absent if key == "absent" and kind == "rank" else (), IDLE_SECONDS
-    if named and facts.starting.keys() >= set(named):
+           else "unreached" if lost else "absent" if len(here) < world else "late" if behind else "unmet")  # fmt: skip
+    accused, limit = absent if key == "absent" and kind == "rank" else (), IDLE_SECONDS
+    if accused and facts.starting.keys() >= set(accused):
         key, limit = "starting", facts.limit
-    over = any(state.ended or (kind == "rank" and facts.processes.get(one) == "gone") for one, state in here.items())
+    over = any(state.ended or (kind == "rank" and facts.processes.get(rank) == "gone") for rank, state in here.items())
     verdict = facts.named(
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
         missing=missing, who=ranks_of([*here], kind), seconds=round(age), each="; ".join(rows[:4]),
         verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
-        late=ranks_of(late, kind), evidence=(*rows[:8], *errors[:1]),
-        waiting=tuple(here) if kind == "rank" else (), ranks=named,
+        late=ranks_of(behind, kind), evidence=(*rows[:8], *errors[:1]),
+        waiting=tuple(here) if kind == "rank" else (), ranks=accused,
     )  # fmt: skip
-    return verdict if over or age >= limit else not_yet([verdict.causes[0].message, *rows], limit)
+    return verdict if over or age >= limit else make_open_verdict([verdict.causes[0].message, *rows], limit)
 
 
-def by_rendezvous(facts: RunFacts) -> Verdict | None:
+def judge_rendezvous(facts: RunFacts) -> Verdict | None:
     """Find ranks that did not meet. The rank that wrote the line was waiting, and is never named."""
     met, evidence = facts.log.rendezvous, tuple(facts.log.attempts)
     joined, world = map(int, met.get("clients", (0, 0)))
     if "unresolved" in met:
         return facts.named("unresolved", name=(*met["unresolved"], "of a host")[0], evidence=evidence)
     if "taken" in met:
-        port = "".join(f"port {one}" for one in met["taken"]) or "the port"
+        port = "".join(f"port {number}" for number in met["taken"]) or "the port"
         return facts.named("taken", port=port, evidence=evidence)
     if joined < world:
         which = "rank" if world - joined == 1 else "ranks"
@@ -151,12 +151,12 @@ def by_rendezvous(facts: RunFacts) -> Verdict | None:
     return None
 
 
-def by_joins(facts: RunFacts) -> Verdict | None:
+def judge_joins(facts: RunFacts) -> Verdict | None:
     """Find ranks that have not joined a process group during its creation."""
-    more = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
-    if more is not None:
-        state = "failed" if more.over else "stuck"
-        return facts.named("too_many", state=state, joined=more.joined, world=more.world)
+    overfull = next((join for join in facts.log.joins.values() if join.joined > join.world > 0), None)
+    if overfull is not None:
+        state = "failed" if overfull.over else "stuck"
+        return facts.named("too_many", state=state, joined=overfull.joined, world=overfull.world)
     short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
     if not short:
         return None
@@ -171,7 +171,7 @@ def by_joins(facts: RunFacts) -> Verdict | None:
     return facts.named("not_joined", state=state, waiting=waiting, count=count)
 
 
-def by_errors(facts: RunFacts) -> Verdict | None:
+def judge_errors(facts: RunFacts) -> Verdict | None:
     """Use errors in the log: a barrier that names the missing ranks, else exceptions of the ranks themselves."""
     if facts.log.late:
         ranks = tuple(sorted(facts.log.late))
@@ -179,34 +179,34 @@ def by_errors(facts: RunFacts) -> Verdict | None:
         message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
         cause = facts.cause_of(ranks[0], Activity("unknown", ""), "monitored barrier")
         return facts.verdict("failed", replace(cause, message=message, ranks=ranks))
-    own = {rank: error for rank, error in facts.log.errors.items() if is_own(error)}
-    if not own or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
+    raised = {rank: error for rank, error in facts.log.errors.items() if is_own(error)}
+    if not raised or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
     reported = {rank for rank, trace in facts.log.traces.items() if trace.calls}
-    waiting = tuple(sorted(reported - set(own)))
+    waiting = tuple(sorted(reported - set(raised)))
     wait = (f"watchdog: {ranks_of(waiting)} timed out waiting",) if waiting else ()
-    if len(own) > 1 and facts.first not in own and (not facts.in_order or are_alike(list(own.values()))):
-        return _several(own, facts, *wait, waiting=waiting)
-    first = facts.first if facts.first in own and facts.first is not None else next(iter(own))
+    if len(raised) > 1 and facts.first not in raised and (not facts.in_order or are_alike(list(raised.values()))):
+        return _judge_several(raised, facts, *wait, waiting=waiting)
+    first = facts.first if facts.first in raised and facts.first is not None else next(iter(raised))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
-    cause = facts.cause_of(first, Activity("gone", f"ended with {headline(own[first])}"), which, *wait)
+    cause = facts.cause_of(first, Activity("gone", f"ended with {headline(raised[first])}"), which, *wait)
     return facts.verdict("failed", cause, waiting=waiting)
 
 
-def _several(own: Mapping[int, str], facts: RunFacts, *wait: str, waiting: tuple[int, ...] = ()) -> Verdict:
+def _judge_several(raised: Mapping[int, str], facts: RunFacts, *wait: str, waiting: tuple[int, ...] = ()) -> Verdict:
     """Return the verdict if several ranks ended with their own errors: which was first is unknown."""
-    each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(own.items())]
-    key = "several_alike" if are_alike(list(own.values())) else "several"
-    return facts.named(key, waiting=waiting, who=ranks_of(sorted(own)), each="; ".join(each[:4]),
-                       error=headline(own[min(own)]), evidence=(*wait, *each[:4]))  # fmt: skip
+    each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(raised.items())]
+    key = "several_alike" if are_alike(list(raised.values())) else "several"
+    return facts.named(key, waiting=waiting, who=ranks_of(sorted(raised)), each="; ".join(each[:4]),
+                       error=headline(raised[min(raised)]), evidence=(*wait, *each[:4]))  # fmt: skip
 
 
-def by_cut_message(facts: RunFacts) -> Verdict | None:
+def judge_cut_message(facts: RunFacts) -> Verdict | None:
     """Find calls of different sizes by gloo's check: a rank received more than its call expects."""
     return facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
 
 
-def by_other_lines(facts: RunFacts) -> Verdict | None:
+def judge_other_lines(facts: RunFacts) -> Verdict | None:
     """Use lines that do not show which rank is missing, if no source says more.
 
     A rank whose own watchdog hung is named if no collective was outstanding, so it waited for nobody. A peer that
@@ -216,7 +216,7 @@ def by_other_lines(facts: RunFacts) -> Verdict | None:
     if hung := sorted(log.hung):
         idle = tuple(rank for rank in hung if rank in log.idle)
         no_call = f"; no collective was outstanding on {ranks_of(idle)}" if idle else ""
-        time = next((f" for {one} s" for one in log.hung.values() if one), "")
+        time = next((f" for {seconds} s" for seconds in log.hung.values() if seconds), "")
         return facts.named("watchdog", who=ranks_of(hung), time=time, no_call=no_call, ranks=idle)
     if lost := tuple(sorted(log.lost)):
         hosts = ", ".join(sorted(set(log.lost.values()))[:4])
@@ -227,14 +227,14 @@ def by_other_lines(facts: RunFacts) -> Verdict | None:
     return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
 
 
-def by_torchrun(facts: RunFacts) -> Verdict | None:
+def judge_torchrun(facts: RunFacts) -> Verdict | None:
     """Use the rank that torchrun saw fail first, if no other source says more."""
     if facts.first is None or not is_own(facts.log.errors.get(facts.first, "")):
         return None  # it had waited for another rank
     return facts.verdict("failed", facts.cause_of(facts.first, Activity("gone", "failed first, according to torchrun")))
 
 
-def by_uneven_ends(facts: RunFacts) -> Verdict | None:
+def judge_uneven_ends(facts: RunFacts) -> Verdict | None:
     """Half of the ranks or more ended without an error, and all others wait for them or lost them.
 
     The ranks that ended are not named, because they are the majority. The others are named if they made more calls,
@@ -245,42 +245,42 @@ def by_uneven_ends(facts: RunFacts) -> Verdict | None:
     ended = sorted(rank for rank, state in facts.states.items() if state.ended and not state.error)
     rest = sorted(set(facts.states) - set(ended))
     if not rest or facts.first in ended or 2 * len(ended) < max(len(facts.states), facts.world or 0) or not all(
-            _waits(rank, facts) or rank in facts.lost_a_peer for rank in rest):  # fmt: skip
+            _is_waiting(rank, facts) or rank in facts.lost_a_peer for rank in rest):  # fmt: skip
         return None
-    made = {rank: facts.calls_of(rank) for rank in facts.states}
-    few, more = ([calls for rank in ranks if (calls := made[rank])] for ranks in (ended, rest))
-    if len(set(few)) > 1 or (few and more and min(more) <= few[0]):
+    calls_of = {rank: facts.count_calls(rank) for rank in facts.states}
+    few, highest = ([calls for rank in ranks if (calls := calls_of[rank])] for ranks in (ended, rest))
+    if len(set(few)) > 1 or (few and highest and min(highest) <= few[0]):
         return None  # one of them left before the others, or a call that all have come to failed
     hosts, others = ({facts.host(rank) for rank in ranks} for ranks in (ended, rest))
-    is_certain = len(ended) > len(rest) and all(made.values()) and not hosts.isdisjoint(others)
+    is_certain = len(ended) > len(rest) and all(calls_of.values()) and not hosts.isdisjoint(others)
     how = f"{ranks_of(rest)} called more than they did" if is_certain else (
         f"they ended too early, or {ranks_of(rest)} called too much")  # fmt: skip
-    evidence = tuple(f"rank {rank}: {calls} collectives" for rank, calls in made.items() if calls)[:8]
+    evidence = tuple(f"rank {rank}: {calls} collectives" for rank, calls in calls_of.items() if calls)[:8]
     return facts.named("uneven_ends", ended=ranks_of(ended), who=ranks_of(rest), how=how, evidence=evidence,
                        ranks=tuple(rest) if is_certain else (), waiting=() if is_certain else tuple(rest))  # fmt: skip
 
 
-def by_states(facts: RunFacts) -> Verdict | None:
+def judge_states(facts: RunFacts) -> Verdict | None:
     """Use rank states without calls: ranks that have ended, are stopped, or are silent while others still write."""
     what = {rank: facts.activity(rank) for rank in facts.states}
     waited = tuple(sorted(facts.gave_up))
     busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}
     if busy:
         wait = f"rank states: {ranks_of(waited)} timed out waiting"
-        if all(one.kind in LONG_PHASES for one in busy.values()):
-            return facts.timeout_too_short(busy, wait, waited)
+        if all(activity.kind in LONG_PHASES for activity in busy.values()):
+            return facts.blame_timeout(busy, wait, waited)
         causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
         return facts.verdict("failed", *causes, waiting=waited)
-    bad = [rank for rank, one in what.items() if (one.kind in ENDED and not one.grace) or (
-        one.kind == "silent" and facts.ages.get(rank, 0.0) >= one.grace)]  # fmt: skip
+    bad = [rank for rank, activity in what.items() if (activity.kind in ENDED and not activity.grace) or (
+        activity.kind == "silent" and facts.ages.get(rank, 0.0) >= activity.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
-    own = {rank: error for rank in bad if (error := facts.states[rank].error) and is_own(error)}
-    if (errors or facts.first in bad) and (first := facts.first_to_end(bad)) is not None:
+    raised = {rank: error for rank in bad if (error := facts.states[rank].error) and is_own(error)}
+    if (errors or facts.first in bad) and (first := facts.find_first_to_end(bad)) is not None:
         bad, what[first] = [first], facts.end_of(first)
-    elif len(own) > 1:
-        return _several(own, facts)
-    elif len(bad) == len(what) > len(clean) and not any(one.kind == "stopped" for one in what.values()):
+    elif len(raised) > 1:
+        return _judge_several(raised, facts)
+    elif len(bad) == len(what) > len(clean) and not any(activity.kind == "stopped" for activity in what.values()):
         return _all_ended(bad, facts)
     elif len(clean) == len(what):
         return None
@@ -289,11 +289,11 @@ def by_states(facts: RunFacts) -> Verdict | None:
         bad = [rank for rank in bad if rank not in clean and rank not in losers]
         if not bad and losers:
             return _all_ended(sorted(losers), facts)
-        if not bad and facts.has_one_group and all(_waits(rank, facts) for rank in set(what) - set(clean)):
+        if not bad and facts.has_one_group and all(_is_waiting(rank, facts) for rank in set(what) - set(clean)):
             bad = clean  # the others are about to end, or the last rank works alone, as in an upload
     if not bad:
-        rows = [f"rank {rank} {one.words}" for rank, one in what.items() if one.kind == "stopped"]
-        return not_yet(rows, STALL_SECONDS) if rows else None
+        rows = [f"rank {rank} {activity.words}" for rank, activity in what.items() if activity.kind == "stopped"]
+        return make_open_verdict(rows, STALL_SECONDS) if rows else None
     lost = sorted(facts.lost_a_peer - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
     causes = [facts.cause_of(rank, what[rank], wait) for rank in sorted(bad)]
@@ -301,7 +301,7 @@ def by_states(facts: RunFacts) -> Verdict | None:
     return facts.verdict(state, *causes, waiting=tuple(sorted(set(facts.states) - set(bad))))
 
 
-def _waits(rank: int, facts: RunFacts) -> bool:
+def _is_waiting(rank: int, facts: RunFacts) -> bool:
     """Whether a rank has been in a collective for as long as a stall, by its own file."""
     state = facts.states[rank]
     return state.phase == "collective" and state.written - (state.since or state.written) >= STALL_SECONDS
@@ -309,7 +309,7 @@ def _waits(rank: int, facts: RunFacts) -> bool:
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     """Return the verdict if all ranks have ended, none by an error in its own code: which was first is unknown."""
-    if facts.first is not None and facts.first not in facts.states and (first := by_torchrun(facts)):
+    if facts.first is not None and facts.first not in facts.states and (first := judge_torchrun(facts)):
         return replace(first, waiting=tuple(ranks))  # it ended before its monitor wrote
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
@@ -321,19 +321,19 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     return facts.named(key, who=ranks_of(ranks), todo=todo, age=age, evidence=errors[:4])
 
 
-def by_stacks(facts: RunFacts) -> Verdict | None:
+def judge_stacks(facts: RunFacts) -> Verdict | None:
     """Use one stack per rank: it shows who is in a collective, but not whether it moves, so no rank is named."""
     if not (facts.stacks or facts.unranked) or facts.states or facts.traces:
         return None
     inside = {rank for rank, stack in facts.stacks.items() if any(IN_CALL.search(frame) for frame in stack)}
     outside = sorted(set(facts.stacks) - inside)
     who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
-    rest = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
-    seen = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in rest)])
-    return Verdict(state="unknown", line="").left_open("stacks", seen=seen)
+    stacks = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
+    listed = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in stacks)])
+    return Verdict(state="unknown", line="").with_question("stacks", seen=listed)
 
 
-def by_end(facts: RunFacts) -> Verdict | None:
+def judge_end(facts: RunFacts) -> Verdict | None:
     """Return the verdict on a run whose ranks have ended by themselves, or were ended together from outside.
 
     If no rank has written for a while, and none is known to run, it ended without a message.

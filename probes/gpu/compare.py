@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from contracts.finding import Finding, Status, by_loss
-from hardware.gpus import compute_clock_share, gpu_named, is_card, refuses_peers, soldered
+from contracts.finding import Finding, Status, rate_loss
+from hardware.gpus import compute_clock_share, find_gpu, is_card, refuses_peers, soldered
 from hardware.units import some
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
 from probes.gpu.health import WORDS, finding, name_subject
@@ -62,8 +62,8 @@ def count_visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
 def _find_visible_index(facts: GpuFacts, entry: str) -> int | None:
     if number := re.match(r"\d{1,4}", entry):  # like strtol, ignores text after the digits
         return int(number[0]) if int(number[0]) < len(facts.gpus) else None
-    named = [gpu.index for gpu in facts.gpus if gpu.uuid and entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
-    return named[0] if len(named) == 1 else None
+    matches = [gpu.index for gpu in facts.gpus if gpu.uuid and entry.startswith("GPU-") and gpu.uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
 
 
 def _check_visible(facts: GpuFacts) -> Iterator[Finding]:
@@ -77,9 +77,9 @@ def _check_visible(facts: GpuFacts) -> Iterator[Finding]:
                           granted=granted, variable=variable)  # fmt: skip
     if count is None or not total or (count == total and not wrong):
         return
-    fine = bool(count) and not wrong
+    is_valid = bool(count) and not wrong
     yield finding(
-        "gpu.device.hidden" + " wrong" * (not fine), "", visible=facts.visible, count=count, total=total,
+        "gpu.device.hidden" + " wrong" * (not is_valid), "", visible=facts.visible, count=count, total=total,
         wrong=f": {wrong}" if wrong else "",
     )  # fmt: skip
 
@@ -87,10 +87,10 @@ def _check_visible(facts: GpuFacts) -> Iterator[Finding]:
 def _check_models(gpus: list[Gpu]) -> Iterator[Finding]:
     names = Counter(gpu.name for gpu in gpus if gpu.name)
     if len(names) > 1:
-        what = ", ".join(f"{count} x {name}" for name, count in names.most_common())
+        listed = ", ".join(f"{count} x {name}" for name, count in names.most_common())
         # Dense rates differ by a factor of 2 or more between generations, and little within one (hardware/gpus.toml).
         generations = {gpu.compute_capability[0] for gpu in gpus if gpu.compute_capability}
-        yield finding("gpu.device.mixed", "", Status.FAIL if len(generations) > 1 else Status.WARN, what=what)
+        yield finding("gpu.device.mixed", "", Status.FAIL if len(generations) > 1 else Status.WARN, what=listed)
 
 
 # Fraction of the other GPUs' rate that remains, from (own value, value of the other GPUs).
@@ -115,33 +115,33 @@ def _check_twins(gpus: list[Gpu]) -> Iterator[Finding]:
                     yield _report_twin(gpu, row, own, usual, others=counts[usual])
 
 
-def _report_twin(gpu: Gpu, row: dict[str, Any], own: float, usual: float, *, others: int) -> Finding:
-    share, text = min(1.0, _LEFT[row["left"]](own, usual)), row["says"]
-    cost = f" {row['cost'].format(share=share)}" if own < usual else " One of them is not what it should be."
-    made = finding(
-        "gpu.device.mixed twin", gpu, by_loss(1.0 - share) if others > 1 and own < usual else Status.WARN,
-        own=text.format(own / row["unit"]), usual=text.format(usual / row["unit"]), cost=cost,
+def _report_twin(gpu: Gpu, row: dict[str, Any], value: float, usual: float, *, others: int) -> Finding:
+    share, text = min(1.0, _LEFT[row["left"]](value, usual)), row["says"]
+    cost = f" {row['cost'].format(share=share)}" if value < usual else " One of them is not what it should be."
+    result = finding(
+        "gpu.device.mixed twin", gpu, rate_loss(1.0 - share) if others > 1 and value < usual else Status.WARN,
+        own=text.format(value / row["unit"]), usual=text.format(usual / row["unit"]), cost=cost,
         others=f"{others} other {gpu.name or 'GPU'}{'s have' if others > 1 else ' has'}",
         question=row["question"], remedy=WORDS["twins"][row["remedy"]],
     )  # fmt: skip
-    return replace(made, code=row["code"])
+    return replace(result, code=row["code"])
 
 
 def _group_by_model(gpus: list[Gpu]) -> list[list[Gpu]]:
     """Group GPUs by name. GPUs in MIG mode are left out, because MIG disables NVLink and partitions memory."""
-    found: dict[str | None, list[Gpu]] = defaultdict(list)
+    groups: dict[str | None, list[Gpu]] = defaultdict(list)
     for gpu in gpus:
         if not gpu.mig_enabled:
-            found[gpu.name].append(gpu)
-    return list(found.values())
+            groups[gpu.name].append(gpu)
+    return list(groups.values())
 
 
 def _check_cliques(gpus: list[Gpu]) -> Iterator[Finding]:
     """Find GPUs of one host in different NVLink domains, or outside the domain of the other GPUs."""
     cliques = Counter(gpu.fabric_clique for gpu in gpus if gpu.fabric_state == "completed")
     if len(cliques) > 1:
-        what = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
-        yield finding("gpu.fabric.split", "", what=what)
+        listed = ", ".join(f"{count} in {clique or 'none'}" for clique, count in cliques.most_common())
+        yield finding("gpu.fabric.split", "", what=listed)
 
 
 # NVLinks ------------------------------------------------------------------------------------------------------------
@@ -155,13 +155,13 @@ def count_active_links(gpu: Gpu) -> int:
 def _check_nvlinks(gpus: list[Gpu]) -> Iterator[Finding]:
     """Compare the active NVLinks of a GPU with other GPUs of its model in this host, and with its board."""
     for twins in _group_by_model([gpu for gpu in gpus if gpu.nvlinks_known]):
-        name, most = twins[0].name, max(count_active_links(gpu) for gpu in twins)
-        if most == 0 and len(twins) > 1 and soldered(name):
+        name, highest = twins[0].name, max(count_active_links(gpu) for gpu in twins)
+        if highest == 0 and len(twins) > 1 and soldered(name):
             yield finding("gpu.nvlink.none", name_subject(twins), count=len(twins), name=name)
         for gpu in twins:
             unread = sum(link.active is None for link in gpu.nvlinks)
-            if count_active_links(gpu) + unread < max(most, _count_fitted_links(gpu)):
-                yield _report_missing_links(gpu, most)
+            if count_active_links(gpu) + unread < max(highest, _count_fitted_links(gpu)):
+                yield _report_missing_links(gpu, highest)
 
 
 def _count_fitted_links(gpu: Gpu) -> int:
@@ -169,29 +169,29 @@ def _count_fitted_links(gpu: Gpu) -> int:
 
     The driver may omit links that failed in training. For soldered boards the number on the data sheet is the minimum.
     """
-    known = gpu_named(gpu.name) if soldered(gpu.name) else None
-    of_board = known.links if known and known.interconnect == "NVSwitch" else 0  # a mesh may use fewer links
+    entry = find_gpu(gpu.name) if soldered(gpu.name) else None
+    of_board = entry.links if entry and entry.interconnect == "NVSwitch" else 0  # a mesh may use fewer links
     return max(len(gpu.nvlinks), of_board) if count_active_links(gpu) else 0
 
 
-def _report_missing_links(gpu: Gpu, most: int) -> Finding:
+def _report_missing_links(gpu: Gpu, highest: int) -> Finding:
     """Report missing NVLinks relative to GPUs of the same model, or relative to the board.
 
     On boards with NVSwitch all links lead to the switch. With direct links, if no GPU of this model has more, a bridge
     may not be installed or a peer may not be assigned to this VM: WARN on a soldered board, INFO on a PCIe card. A PCIe
     card without any active link has no bridge, even if others have one: INFO.
     """
-    active, whole = count_active_links(gpu), max(most, _count_fitted_links(gpu))
+    active, fitted = count_active_links(gpu), max(highest, _count_fitted_links(gpu))
     down = ", ".join(str(link.link) for link in gpu.nvlinks if link.active is False)
     direct = any(link.remote_kind == "gpu" for link in gpu.nvlinks)
     alone = not active and is_card(gpu.name)
-    if active == most and not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
+    if active == highest and not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
         status = Status.WARN if soldered(gpu.name) else Status.INFO
     else:
-        status = Status.INFO if alone else by_loss(1.0 - active / whole)
+        status = Status.INFO if alone else rate_loss(1.0 - active / fitted)
     return finding(
         "gpu.nvlink.missing" + (" bridge" if alone else " unlisted" * (not gpu.nvlinks)), gpu, status, active=active,
-        whole=whole, down=f"links {down}" if down else "none", share=100 * active / whole,
+        whole=fitted, down=f"links {down}" if down else "none", share=100 * active / fitted,
         replace=WORDS["nvlinks"]["direct" if direct else "switched"],
     )  # fmt: skip
 
@@ -206,21 +206,21 @@ def _check_p2p(facts: GpuFacts) -> Iterator[Finding]:
     for pair in facts.pairs:
         if pair.p2p_read not in (None, "ok"):
             near = pair.ancestor in ("INTERNAL", "PIX", "PXB") or pair.p2p_nvlink == "ok"
-            why = _explain_by_design(pair, by_index.get(pair.a), by_index.get(pair.b))
-            refused[str(pair.p2p_read), why, near].append(f"GPU{pair.a}-GPU{pair.b}")
-    for (reason, why, near), pairs in refused.items():
+            cause = _explain_by_design(pair, by_index.get(pair.a), by_index.get(pair.b))
+            refused[str(pair.p2p_read), cause, near].append(f"GPU{pair.a}-GPU{pair.b}")
+    for (reason, cause, near), pairs in refused.items():
         which = ", ".join(pairs[:4]) + (f" and {len(pairs) - 4} more pairs" if len(pairs) > 4 else "")
         evidence = f"nvmlDeviceGetP2PStatus(read) = {reason} for {len(pairs)} pairs"
         if reason == "unknown":
             yield finding("gpu.p2p.refused unknown", "", which=which, seen=evidence)
             continue
-        way = "NCCL sends through GPUs that have one" if why == _MESH else "NCCL copies through host memory there"
+        way = "NCCL sends through GPUs that have one" if cause == _MESH else "NCCL copies through host memory there"
         remedy = WORDS["p2p"].get(reason, WORDS["p2p"]["another"])
         # P2P through host memory instead of a switch or NVLink costs 29 % of a step (docs/decisions/0020). Pairs whose
         # path crosses the CPU anyway lose less.
         yield finding(
-            "gpu.p2p.refused", "", Status.INFO if why else Status.FAIL if near else Status.WARN, which=which,
-            reason=reason.replace("_", " "), why=why, way=way, seen=evidence, remedy="" if why else remedy,
+            "gpu.p2p.refused", "", Status.INFO if cause else Status.FAIL if near else Status.WARN, which=which,
+            reason=reason.replace("_", " "), why=cause, way=way, seen=evidence, remedy="" if cause else remedy,
         )  # fmt: skip
 
 
@@ -291,11 +291,11 @@ def _is_assigned(gpu: BusGpu, bus: GpuBus, count: int, granted: int | None) -> b
 def _report_missing(gpus: list[BusGpu], bound: list[BusGpu], count: int, unplaced: int) -> Finding:
     names = ", ".join(gpu.bus_id for gpu in gpus)
     which = names if not unplaced else f"{len(gpus) - unplaced} of {names}"
-    one = len(gpus) == 1
+    is_one = len(gpus) == 1
     seen = (f"nvmlDeviceGetCount = {count}", *map(_describe_bound, gpus[:8]))
     return finding(
         "gpu.device.missing", ", ".join(gpu.bus_id for gpu in gpus[:8]), evidence=seen, count=count, bound=len(bound),
-        which=which, are="is" if one else "are", them="it" if one else "them",
+        which=which, are="is" if is_one else "are", them="it" if is_one else "them",
     )  # fmt: skip
 
 
@@ -303,12 +303,12 @@ def _report_hidden(others: list[BusGpu], bound: list[BusGpu], count: int, bus: G
     names = some([gpu.bus_id for gpu in others])
     place = f"this {bus.container} container" if bus.container else "this process"
     # if no GPU is visible, nothing was read and the state of the GPUs is unknown
-    known = bool(count) and not doubtful
-    why = " NVIDIA_VISIBLE_DEVICES=all requests them. Whether the driver or another container has them is unknown."
+    is_known = bool(count) and not doubtful
+    doubt = " NVIDIA_VISIBLE_DEVICES=all requests them. Whether the driver or another container has them is unknown."
     return finding(
-        "gpu.device.not_given" + " unknown" * (not known), ", ".join(gpu.bus_id for gpu in others[:8]),
+        "gpu.device.not_given" + " unknown" * (not is_known), ", ".join(gpu.bus_id for gpu in others[:8]),
         evidence=tuple(map(_describe_bound, others[:8])),
-        count=len(others), bound=len(bound), place=place, names=names, why=why if doubtful else "",
+        count=len(others), bound=len(bound), place=place, names=names, why=doubt if doubtful else "",
     )  # fmt: skip
 
 

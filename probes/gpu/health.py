@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
-from contracts.finding import Finding, Status, by_loss
+from contracts.finding import Finding, Status, rate_loss
 from contracts.tables import read_table
-from hardware.gpus import compute_clock_share, gpu_named
+from hardware.gpus import compute_clock_share, find_gpu
 from probes import api
 from probes.gpu.facts import Gpu, GpuFacts
 
@@ -38,9 +38,9 @@ def explain_xid(xid: int) -> Cause:
 def name_xids(xids: Iterable[int], of: Cause) -> str:
     """Describe the Xids of one cause: "Xid 74 (NVLink error, 2 times), Xid 79 (GPU has fallen off the bus, once)"."""
     counts = Counter(xid for xid in xids if explain_xid(xid) == of)
-    words = read_table(__file__, "xids.toml")[of] if counts else {}
+    causes = read_table(__file__, "xids.toml")[of] if counts else {}
     return ", ".join(
-        f"Xid {xid} ({words.get(str(xid), 'no cause named')}, {'once' if count == 1 else f'{count} times'})"
+        f"Xid {xid} ({causes.get(str(xid), 'no cause named')}, {'once' if count == 1 else f'{count} times'})"
         for xid, count in counts.items()
     )
 
@@ -96,10 +96,10 @@ def _check_facts(gpu: Gpu) -> Iterator[Finding]:
 
 
 def _check_pcie(gpu: Gpu) -> Iterator[Finding]:
-    width, most = gpu.pcie_width, gpu.pcie_width_max
+    width, largest = gpu.pcie_width, gpu.pcie_width_max
     # If sysfs shows this link, the pci probe checks its width, because it also knows the slot.
-    if width and most and width < most and not gpu.link_in_sysfs:
-        yield finding("gpu.pcie.width", gpu, share=width / most)
+    if width and largest and width < largest and not gpu.link_in_sysfs:
+        yield finding("gpu.pcie.width", gpu, share=width / largest)
     now, best = gpu.pcie_generation, gpu.pcie_generation_max
     # An idle GPU lowers its link speed, so only a busy GPU is checked.
     if now and best and now < best and (gpu.utilization_ratio or 0.0) >= BUSY_RATIO:
@@ -110,12 +110,12 @@ def _check_nvlink_errors(gpu: Gpu) -> Iterator[Finding]:
     bad = {link.link: {k: n for k, n in link.errors.items() if n} for link in gpu.nvlinks if link.errors}
     bad = {link: errors for link, errors in bad.items() if errors}
     if bad:
-        what = "; ".join(f"link {n}: " + ", ".join(f"{k} {v}" for k, v in e.items()) for n, e in bad.items())
-        yield finding("gpu.nvlink.errors", gpu, count=len(bad), what=what)
+        listed = "; ".join(f"link {n}: " + ", ".join(f"{k} {v}" for k, v in e.items()) for n, e in bad.items())
+        yield finding("gpu.nvlink.errors", gpu, count=len(bad), what=listed)
 
 
 def _check_c2c(gpu: Gpu) -> Iterator[Finding]:
-    model = gpu_named(gpu.name)
+    model = find_gpu(gpu.name)
     if gpu.c2c_enabled is False and model and model.grace:
         yield finding("gpu.c2c.off", gpu)
 
@@ -126,16 +126,16 @@ def _check_fabric(gpu: Gpu) -> Iterator[Finding]:
         key = "gpu.fabric.incomplete" + " in_progress" * (gpu.fabric_state == "in_progress")
         yield finding(key, gpu, state=state)
     faults = list(gpu.fabric_faults or ())
-    known = WORDS["fabric"]
-    words = [known.get(fault, f"its configuration is wrong ({fault.replace('_', ' ')})") for fault in faults]
+    texts = WORDS["fabric"]
+    faults_in_words = [texts.get(fault, f"its configuration is wrong ({fault.replace('_', ' ')})") for fault in faults]
     if gpu.fabric_summary == "limited_capacity" or (gpu.fabric_summary == "unhealthy" and not gpu.fabric_degraded):
         faults.append(f"summary {gpu.fabric_summary}")
-        words = words or [f"NVML sums its health up as {gpu.fabric_summary.replace('_', ' ')}"]
+        faults_in_words = faults_in_words or [f"NVML sums its health up as {gpu.fabric_summary.replace('_', ' ')}"]
     if faults:
         # Learned routes remain without the manager, and reduced capacity is not caused by this GPU's links alone.
         mild = set(faults) <= {"fabric_manager_disconnected", "summary limited_capacity"}
         status = Status.WARN if mild else Status.FAIL
-        yield finding("gpu.fabric.unhealthy", gpu, status, words="; ".join(words), faults=", ".join(faults))
+        yield finding("gpu.fabric.unhealthy", gpu, status, words="; ".join(faults_in_words), faults=", ".join(faults))
 
 
 def _check_mig(gpu: Gpu) -> Iterator[Finding]:
@@ -221,22 +221,22 @@ FULL_CLOCK_RATIO = 0.9
 """At this fraction of the maximum clock or above, the drop is normal for a healthy GPU as it warms up."""
 
 
-def _get_clock_loss(gpu: Gpu, least: float) -> float:
+def _get_clock_loss(gpu: Gpu, minimum: float) -> float:
     """Return the lost fraction of the maximum clock; `least` if the clock does not show it, e.g. on an idle GPU."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
-        return least
-    return max(least, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
+        return minimum
+    return max(minimum, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
 
 
-def _describe_slow(gpu: Gpu, why: str) -> str:
+def _describe_slow(gpu: Gpu, reason: str) -> str:
     """Describe the current effect of a throttle reason, based on the GPU's clock and utilization."""
-    now, most, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, name_subject(gpu)
-    clock = f" {now / 1e6:.0f}" + (f" of {most / 1e6:.0f}" if most else "") + " MHz" if now else ""
+    now, highest, name = gpu.sm_clock_hertz, gpu.sm_clock_max_hertz, name_subject(gpu)
+    clock = f" {now / 1e6:.0f}" + (f" of {highest / 1e6:.0f}" if highest else "") + " MHz" if now else ""
     to = f" to{clock}" if clock else ""
     case = "idle" if gpu.utilization_ratio == 0 else "slowed"
-    if now and most and now >= FULL_CLOCK_RATIO * most:
+    if now and highest and now >= FULL_CLOCK_RATIO * highest:
         case = "full"
-    return str(WORDS["slow"][case]).format(name=name, why=why, at=f" at{clock}" if clock else "", to=to)
+    return str(WORDS["slow"][case]).format(name=name, why=reason, at=f" at{clock}" if clock else "", to=to)
 
 
 def _check_heat(gpu: Gpu) -> Iterator[Finding]:
@@ -246,19 +246,19 @@ def _check_heat(gpu: Gpu) -> Iterator[Finding]:
     if now is not None and now >= limit:
         cut = f", and again at {slowdown:.0f} °C" if slowdown else ""
         yield finding("gpu.thermal.hot", gpu, limit=limit, cut=cut)
-    held: list[tuple[str, float, str]] = []  # (code, minimum fraction of the clock that is lost, reason)
+    slowdowns: list[tuple[str, float, str]] = []  # (code, minimum fraction of the clock that is lost, reason)
     if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
         # nvml.h: core clocks are halved or lower due to heat, the power brake or a too fast increase in power draw.
         why = "a hardware slowdown (heat, the power brake or a peak of power: the driver does not say)"
-        held.append(("gpu.clocks.slowdown", HW_SLOWDOWN_LOSS, why))
+        slowdowns.append(("gpu.clocks.slowdown", HW_SLOWDOWN_LOSS, why))
     if hot := sorted(reasons & THERMAL):
-        least = HW_SLOWDOWN_LOSS if "hw_thermal" in reasons else 0.0
-        held.append(("gpu.thermal.throttling", least, f"heat ({', '.join(hot)})"))
+        loss = HW_SLOWDOWN_LOSS if "hw_thermal" in reasons else 0.0
+        slowdowns.append(("gpu.thermal.throttling", loss, f"heat ({', '.join(hot)})"))
     if "hw_power_brake" in reasons:
-        held.append(("gpu.power.brake", HW_SLOWDOWN_LOSS, "the power brake of its supply (hw_power_brake)"))
-    named = ", ".join(gpu.throttle_reasons or ())
-    for code, least, why in held:
-        yield finding(code, gpu, by_loss(_get_clock_loss(gpu, least)), slowed=_describe_slow(gpu, why), reasons=named)
+        slowdowns.append(("gpu.power.brake", HW_SLOWDOWN_LOSS, "the power brake of its supply (hw_power_brake)"))
+    listed = ", ".join(gpu.throttle_reasons or ())
+    for code, loss, why in slowdowns:
+        yield finding(code, gpu, rate_loss(_get_clock_loss(gpu, loss)), slowed=_describe_slow(gpu, why), reasons=listed)
 
 
 _NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has its own finding
@@ -274,17 +274,17 @@ def _check_clocks(gpu: Gpu) -> Iterator[Finding]:
         return
     if now >= (LOW_CLOCK_RATIO_CAPPED if "sw_power_cap" in reasons else LOW_CLOCK_RATIO) * most:
         return
-    why = f"The driver names {', '.join(sorted(reasons))}." if reasons else "The driver names no reason."
-    yield finding("gpu.clocks.low", gpu, now=now / 1e6, most=most / 1e6, why=why, remedy=_name_remedy(gpu, reasons))
+    reason = f"The driver names {', '.join(sorted(reasons))}." if reasons else "The driver names no reason."
+    yield finding("gpu.clocks.low", gpu, now=now / 1e6, most=most / 1e6, why=reason, remedy=_name_remedy(gpu, reasons))
 
 
 def _name_remedy(gpu: Gpu, reasons: set[str]) -> str:
     """Return the command that removes the limit named by the driver; locked clocks are only one such limit."""
     default = f" {gpu.power_limit_default_watts:.0f}" if gpu.power_limit_default_watts else ""
-    what = next((name for name in ("sw_power_cap", "sync_boost") if name in reasons), "another")
+    cause = next((name for name in ("sw_power_cap", "sync_boost") if name in reasons), "another")
     which = "-rac" if reasons & {"applications_clocks", "display_clocks"} else "-rgc"
     restore = f"nvidia-smi -i {gpu.index} -pl{default}"
-    return str(WORDS["clocks"][what]).format(index=gpu.index, restore=restore, which=which)
+    return str(WORDS["clocks"][cause]).format(index=gpu.index, restore=restore, which=which)
 
 
 def _check_power(gpu: Gpu) -> Iterator[Finding]:
@@ -292,7 +292,7 @@ def _check_power(gpu: Gpu) -> Iterator[Finding]:
     if "sw_power_cap" in (gpu.throttle_reasons or ()):
         yield finding("gpu.power.capped", gpu, limit=limit or 0)
     if limit and default and limit < default - 0.5:  # the driver rounds both to milliwatts; 0.5 W is a safe margin
-        yield finding("gpu.power.limit", gpu, by_loss(1.0 - compute_clock_share(limit, default)))
+        yield finding("gpu.power.limit", gpu, rate_loss(1.0 - compute_clock_share(limit, default)))
 
 
 # Xids ---------------------------------------------------------------------------------------------------------------
@@ -309,11 +309,11 @@ _XID_CODES = {"gpu": "gpu.xid.hardware", "driver": "gpu.xid.driver", "program": 
 
 
 def _check_xids(gpu: Gpu) -> Iterator[Finding]:
-    known = list_xids(gpu) or ()
-    sources = [name for name, found in (("kernel log, NVRM", gpu.xids), ("NVML events", gpu.xid_events)) if found]
+    xids = list_xids(gpu) or ()
+    sources = [name for name, entries in (("kernel log, NVRM", gpu.xids), ("NVML events", gpu.xid_events)) if entries]
     for cause in XID_CAUSES:
-        if what := name_xids(known, cause):
-            yield finding(_XID_CODES[cause], gpu, what=what, sources=" and ".join(sources))
+        if listed := name_xids(xids, cause):
+            yield finding(_XID_CODES[cause], gpu, what=listed, sources=" and ".join(sources))
 
 
 def unjudged(facts: GpuFacts) -> dict[str, str]:
@@ -321,7 +321,7 @@ def unjudged(facts: GpuFacts) -> dict[str, str]:
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     if all(gpu.xids is not None for gpu in answering):
         return {}
-    raised = {found.code for gpu in answering for found in _check_xids(gpu)}
+    raised = {finding.code for gpu in answering for finding in _check_xids(gpu)}
     return {code: WORDS["xids"]["unread"] for code in _XID_CODES.values() if code not in raised}
 
 

@@ -62,21 +62,21 @@ def _report_fallen(facts: GpuFacts) -> Iterator[Finding]:
 
     NVML may still count a lost GPU for a while, without its address. `_report_refused` reports those GPUs.
     """
-    gone = [(place, what) for place, xids in facts.xids_off_bus if (what := name_xids(xids, "gpu"))]
+    gone = [(place, listed) for place, xids in facts.xids_off_bus if (listed := name_xids(xids, "gpu"))]
     if len(gone) > sum(gpu.bus_id is None for gpu in facts.gpus):
-        for place, what in gone:
-            yield finding("gpu.device.missing gone", place, what=what, bus=DEVICES)
+        for place, listed in gone:
+            yield finding("gpu.device.missing gone", place, what=listed, bus=DEVICES)
 
 
 def _report_refused(gpu: Gpu) -> Finding:
     """Report a GPU that NVML counts but does not open: it is broken, or access was denied for another reason."""
-    where = f" at {gpu.bus_id}" if gpu.bus_id else ""
+    place = f" at {gpu.bus_id}" if gpu.bus_id else ""
     xids = f"; kernel log: Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
     if gpu.broken:
-        words, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["repair"][gpu.refusal or ""]
-        return finding("gpu.device.lost", gpu, where=where, xids=xids, says=words, remedy=remedy)
+        cause, remedy = WORDS["broken"][gpu.refusal or ""], WORDS["repair"][gpu.refusal or ""]
+        return finding("gpu.device.lost", gpu, where=place, xids=xids, says=cause, remedy=remedy)
     code = "gpu.device.denied" if gpu.refusal == "NO_PERMISSION" else IDENTITY
-    return finding(code, gpu, where=where, xids=xids)
+    return finding(code, gpu, where=place, xids=xids)
 
 
 def _report_notes(gpus: list[Gpu]) -> Iterator[Finding]:
@@ -111,14 +111,14 @@ def report_unread(facts: GpuFacts) -> Iterator[Finding]:
     unread = [("", facts.unread)]
     unread += [(name_subject(gpu), gpu.unread) for gpu in facts.gpus if gpu.error is None]
     unread += [(f"GPU{pair.a}", pair.unread) for pair in facts.pairs]
-    found: dict[tuple[str, Status], dict[str, list[str]]] = {}
+    by_code: dict[tuple[str, Status], dict[str, list[str]]] = {}
     for subject, questions in unread:
         for question in questions:
-            known = question.startswith(_ROOT_ONLY) and question.endswith("= NO_PERMISSION")
-            status = Status.INFO if known else Status.UNKNOWN
+            root_only = question.startswith(_ROOT_ONLY) and question.endswith("= NO_PERMISSION")
+            status = Status.INFO if root_only else Status.UNKNOWN
             for code in list_codes_of_question(question):
-                found.setdefault((code, status), {}).setdefault(subject, []).append(question)
-    for (code, status), subjects in found.items():
+                by_code.setdefault((code, status), {}).setdefault(subject, []).append(question)
+    for (code, status), subjects in by_code.items():
         yield _report_unread(code, status, subjects)
 
 
@@ -126,14 +126,14 @@ def _report_unread(code: str, status: Status, subjects: dict[str, list[str]]) ->
     questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
     # "nvmlDeviceGetTemperature(0) = TIMEOUT" without the arguments
     reasons = list(dict.fromkeys(re.sub(r"\([^=]*\)", "", query) for queries in subjects.values() for query in queries))
-    evidence, named = questions[:EVIDENCE_MAX], [subject for subject in subjects if subject]
+    evidence, subjects_named = questions[:EVIDENCE_MAX], [subject for subject in subjects if subject]
     if len(questions) > EVIDENCE_MAX:
         evidence.append(f"and {len(questions) - EVIDENCE_MAX} more")
     return Finding(
         code=code,
         status=status,
-        subject=", ".join(named),
-        message=f"{code} could not be judged{some(named, ' for ', 1)}: {some(reasons, most=2)}.",
+        subject=", ".join(subjects_named),
+        message=f"{code} could not be judged{some(subjects_named, ' for ', 1)}: {some(reasons, limit=2)}.",
         evidence=tuple(evidence),
         remedy="Scan as root, or in a container that is given the whole GPU."
         if any("NO_PERMISSION" in question for question in questions)
@@ -158,16 +158,16 @@ def samples(facts: GpuFacts) -> Iterator[Sample]:
             yield Sample(metric="gpu_throttling", value=float(active), labels=(*labels, reason))
     for pair in facts.pairs:
         if pair.p2p_read is not None:
-            for one, other in ((pair.a, pair.b), (pair.b, pair.a)):
-                yield Sample(metric="gpu_p2p_ok", value=float(pair.p2p_read == "ok"), labels=(str(one), str(other)))
+            for first, other in ((pair.a, pair.b), (pair.b, pair.a)):
+                yield Sample(metric="gpu_p2p_ok", value=float(pair.p2p_read == "ok"), labels=(str(first), str(other)))
 
 
 def format_nvml_bus_id(sysfs_: str | None) -> str:
     """Return the bus id as NVML and dcgm-exporter write it: "00000000:1B:00.0"; empty if unknown."""
     if not sysfs_:
         return ""
-    domain, _, rest = sysfs_.partition(":")
-    return f"{int(domain, 16):08X}:{rest.upper()}"
+    domain, _, place = sysfs_.partition(":")
+    return f"{int(domain, 16):08X}:{place.upper()}"
 
 
 def _list_values(gpu: Gpu) -> tuple[tuple[str, float | None], ...]:

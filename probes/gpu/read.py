@@ -62,9 +62,9 @@ def does_not_apply(error: NvmlError) -> bool:
 
 def format_question(symbol: str, arguments: Sequence[GpuHandle | int | str]) -> str:
     """Format an NVML call for reports: "nvmlDeviceGetTemperature(0)"."""
-    words = ", ".join(f"GPU{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments[:3])
-    words += f", {len(arguments) - 3} more" if len(arguments) > 3 else ""
-    return f"{symbol}({words})" if words else symbol
+    text = ", ".join(f"GPU{a.index}" if isinstance(a, GpuHandle) else str(a) for a in arguments[:3])
+    text += f", {len(arguments) - 3} more" if len(arguments) > 3 else ""
+    return f"{symbol}({text})" if text else symbol
 
 
 class NvmlCalls:
@@ -122,15 +122,15 @@ class NvmlCalls:
 
     def either(self, first: tuple[Any, ...], second: tuple[Any, ...]) -> Any:
         """Return the answer of the first call, or if it fails of the second; each is (symbol, arguments...)."""
-        known = dict(self.unread)
+        before = dict(self.unread)
         answer = self(*first)
         if answer is None and (answer := self(*second)) is not None:
-            self.unread = known
+            self.unread = before
         return answer
 
-    def note(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], why: str) -> None:
+    def note(self, symbol: str, arguments: tuple[GpuHandle | int | str, ...], error: str) -> None:
         """Record that a call was not answered."""
-        self.unread[f"{format_question(symbol, arguments)} = {why}"] = None
+        self.unread[f"{format_question(symbol, arguments)} = {error}"] = None
 
     def numbers(self, symbol: str, count: int) -> Sequence[int | None]:
         """Return a list of `count` numbers; unknown numbers are None."""
@@ -190,7 +190,7 @@ def read(host: Host) -> GpuFacts:
     gpus = _read_gpus([NvmlCalls(host, GpuHandle(index)) for index in range(count)])
     if unread and all(gpu.error is not None for gpu in gpus):
         return unusable
-    events, why = _read_xid_events(host, count)
+    events, problems = _read_xid_events(host, count)
     gpus = tuple(
         replace(gpu, xids=_select_xids(xids, gpu.bus_id), xid_events=None if events is None else events.get(gpu.index))
         for gpu in gpus
@@ -198,7 +198,7 @@ def read(host: Host) -> GpuFacts:
     if bus is not None:
         bus = replace(bus, gpus=tuple(replace(gpu, xids=_select_xids(xids, gpu.bus_id) or ()) for gpu in bus.gpus))
     confidential, secret = _read_confidential(host)
-    driver, cuda = (_query_host(host, f"nvmlSystemGet{what}")[0] for what in ("DriverVersion", "CudaDriverVersion_v2"))
+    driver, cuda = (_query_host(host, f"nvmlSystemGet{name}")[0] for name in ("DriverVersion", "CudaDriverVersion_v2"))
     return GpuFacts(
         driver_version=None if driver is None else str(driver),
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if isinstance(cuda, int) else None,
@@ -210,7 +210,7 @@ def read(host: Host) -> GpuFacts:
         visible=host.environment().get("CUDA_VISIBLE_DEVICES"),
         granted=_read_slurm_gpus(host.environment()),
         confidential=confidential,
-        unread=(*unread, *why, *secret),
+        unread=(*unread, *problems, *secret),
     )
 
 
@@ -231,8 +231,8 @@ def _locate(gpus: tuple[Gpu, ...], addresses: tuple[str, ...], xids: dict[str, l
     if len(lost) != 1 or len(left) != 1:
         return gpus
     bus_id = left.pop()
-    found = replace(lost[0], bus_id=bus_id, xids=_select_xids(xids, bus_id))
-    return tuple(found if gpu is lost[0] else gpu for gpu in gpus)
+    located = replace(lost[0], bus_id=bus_id, xids=_select_xids(xids, bus_id))
+    return tuple(located if gpu is lost[0] else gpu for gpu in gpus)
 
 
 def _select_xids(xids: dict[str, list[int]] | None, bus_id: str | None) -> tuple[int, ...] | None:
@@ -273,11 +273,11 @@ def _read_xids(host: Host) -> dict[str, list[int]] | None:
     lines = sysfs.attempt(host.kernel_log, "NVRM: Xid")
     if lines is None:
         return None
-    found: dict[str, list[int]] = {}
+    xids: dict[str, list[int]] = {}
     for line in lines:
         if (parsed := parse_xid_line(line)) is not None:
-            found.setdefault(parsed[0], []).append(parsed[1])
-    return found
+            xids.setdefault(parsed[0], []).append(parsed[1])
+    return xids
 
 
 def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
@@ -285,16 +285,16 @@ def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]]
     answer, unread = _query_host(host, XIDS, count)
     if answer is None:
         return None, unread
-    found: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
+    events: dict[int, tuple[int, ...]] = dict.fromkeys(answer["watched"], ())
     for index, number in answer["xids"]:
-        found[index] = (*found.get(index, ()), number)
-    return found, ()
+        events[index] = (*events.get(index, ()), number)
+    return events, ()
 
 
 def _read_gpus(calls: list[NvmlCalls]) -> tuple[Gpu, ...]:
     """Read every GPU. If the driver refuses access to a GPU, no further calls are made for it."""
-    found: list[_Found] = [_read_identity(nvml) for nvml in calls]
-    readable = [(nvml, facts) for nvml, facts in zip(calls, found, strict=True) if "error" not in facts]
+    facts_of_gpus: list[_Found] = [_read_identity(nvml) for nvml in calls]
+    readable = [(nvml, facts) for nvml, facts in zip(calls, facts_of_gpus, strict=True) if "error" not in facts]
     states: dict[int, LinkStates] = {}
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
     for nvml, facts in readable:
@@ -302,16 +302,16 @@ def _read_gpus(calls: list[NvmlCalls]) -> tuple[Gpu, ...]:
         states[nvml.handle.index] = read_link_states(nvml)
         by_model[facts["name"]].append(states[nvml.handle.index])
     for twins in by_model.values():
-        for one in twins:
-            reconcile_links(one, twins)
+        for states_of_link in twins:
+            reconcile_links(states_of_link, twins)
     for nvml, facts in readable:
-        mine, bus_id = states[nvml.handle.index], facts["bus_id"]
-        facts.update(nvlinks_known=mine.known, nvlinks=read_nvlinks(nvml, mine.states, facts["compute_capability"]))
+        links, bus_id = states[nvml.handle.index], facts["bus_id"]
+        facts.update(nvlinks_known=links.known, nvlinks=read_nvlinks(nvml, links.states, facts["compute_capability"]))
         for stage in (_read_load, _read_fabric, _read_ecc, _read_rest):
             facts.update(stage(nvml))
         in_sysfs = _is_width_in_sysfs(nvml.host, bus_id)
         facts.update(numa_node=_read_numa(nvml, bus_id), link_in_sysfs=in_sysfs, error=nvml.lost)
-    rows = zip(calls, found, strict=True)
+    rows = zip(calls, facts_of_gpus, strict=True)
     return tuple(Gpu(index=nvml.handle.index, unread=tuple(nvml.unread), **facts) for nvml, facts in rows)
 
 
@@ -335,7 +335,7 @@ def _read_identity(nvml: NvmlCalls) -> _Found:
         nvml.note("nvmlDeviceGetMemoryInfo", (), f"{used} of {total} bytes in use, which is impossible")
         used = None
     major, minor = nvml.numbers("nvmlDeviceGetCudaComputeCapability", 2)
-    found = {
+    facts = {
         "bus_id": bus_id,
         "uuid": nvml("nvmlDeviceGetUUID"),
         "name": nvml("nvmlDeviceGetName"),
@@ -344,9 +344,9 @@ def _read_identity(nvml: NvmlCalls) -> _Found:
         "compute_capability": None if major is None or minor is None else (major, minor),
     }
     # Older recordings contain a refused handle only as the answer to the first call.
-    if refused and found["uuid"] is None and found["name"] is None:
+    if refused and facts["uuid"] is None and facts["name"] is None:
         return {"bus_id": None, "error": refused}
-    return found
+    return facts
 
 
 def _read_faults(nvml: NvmlCalls) -> _Found:
@@ -376,15 +376,15 @@ def _read_faults(nvml: NvmlCalls) -> _Found:
 
 def _read_stage(nvml: NvmlCalls, stage: str) -> _Found:
     """Read the facts of a stage in `facts.toml`."""
-    found: _Found = {}
+    facts: _Found = {}
     for fact, row in read_table(__file__, "facts.toml")[stage].items():
         answer = nvml(*row["ask"])
         if "field" in row:
             answer = (answer or {}).get(row["field"])
         if "as" in row:
             answer = to_bool(answer) if row["as"] == "flag" else translate(row["as"], answer)
-        found[fact] = answer * row["scale"] if "scale" in row and answer is not None else answer
-    return found
+        facts[fact] = answer * row["scale"] if "scale" in row and answer is not None else answer
+    return facts
 
 
 def _read_load(nvml: NvmlCalls) -> _Found:
@@ -439,12 +439,12 @@ def _read_rest(nvml: NvmlCalls) -> _Found:
 def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
     """Read the common ancestor of every pair of GPUs first, then the details of their P2P support."""
     calls = {(a, b): NvmlCalls(host, GpuHandle(a)) for a in answering for b in answering if a < b}
-    found: dict[tuple[int, int], list[Any]] = {pair: [] for pair in calls}
+    answers: dict[tuple[int, int], list[Any]] = {pair: [] for pair in calls}
     for (_, b), nvml in calls.items():
-        found[nvml.handle.index, b].append(nvml("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b)))
+        answers[nvml.handle.index, b].append(nvml("nvmlDeviceGetTopologyCommonAncestor", GpuHandle(b)))
     for capability in (2, 0):  # NVLink, read: nvmlGpuP2PCapsIndex_t
         for (a, b), nvml in calls.items():
-            found[a, b].append(nvml("nvmlDeviceGetP2PStatus", GpuHandle(b), capability))
+            answers[a, b].append(nvml("nvmlDeviceGetP2PStatus", GpuHandle(b), capability))
     return tuple(
         GpuPair(
             a=a,
@@ -454,7 +454,7 @@ def _read_pairs(host: Host, answering: list[int]) -> tuple[GpuPair, ...]:
             p2p_nvlink=translate("p2p", nvlink),
             unread=tuple(calls[a, b].unread),
         )
-        for (a, b), (level, nvlink, read_) in found.items()
+        for (a, b), (level, nvlink, read_) in answers.items()
     )
 
 
@@ -502,9 +502,9 @@ class LinkStates:
 
 def read_link_states(nvml: NvmlCalls) -> LinkStates:
     """Query the state of every link that a board may have."""
-    found = LinkStates(known=True)
+    links = LinkStates(known=True)
     for link in range(LINKS_MAX):
-        if nvml.link_count and len(found.states) >= nvml.link_count:
+        if nvml.link_count and len(links.states) >= nvml.link_count:
             break  # all links were found; a slow driver is not queried about links that do not exist
         try:
             state = nvml.query(_LINK_STATE, link)
@@ -512,27 +512,27 @@ def read_link_states(nvml: NvmlCalls) -> LinkStates:
             if error.name == "NOT_SUPPORTED" and link == 0:
                 return LinkStates(known=True, absent=True)
             if error.name in ("INVALID_ARGUMENT", "NOT_SUPPORTED"):
-                found.unlisted.add(link)
+                links.unlisted.add(link)
             else:
                 nvml.note(_LINK_STATE, (link,), error.name)
-                found.states[link] = None
+                links.states[link] = None
             continue
-        found.states[link] = to_bool(state)
-    found.known = found.states == {} or any(state is not None for state in found.states.values())
-    return found
+        links.states[link] = to_bool(state)
+    links.known = links.states == {} or any(state is not None for state in links.states.values())
+    return links
 
 
-def reconcile_links(found: LinkStates, of_twins: Iterable[LinkStates]) -> None:
+def reconcile_links(links: LinkStates, of_twins: Iterable[LinkStates]) -> None:
     """Correct the set of links with the GPUs of the same model: a link exists if any of them reported its state.
 
     A link whose state no GPU of the model reported is dropped, because it may not exist.
     """
     known_links = {link for twin in of_twins for link, state in twin.states.items() if state is not None}
-    found.states = {link: state for link, state in found.states.items() if state is not None or link in known_links}
-    if not found.absent:
-        found.states |= dict.fromkeys(found.unlisted & known_links)
-    found.states = dict(sorted(found.states.items()))
-    found.known = found.known and (not known_links or bool(found.states) or found.absent)
+    links.states = {link: state for link, state in links.states.items() if state is not None or link in known_links}
+    if not links.absent:
+        links.states |= dict.fromkeys(links.unlisted & known_links)
+    links.states = dict(sorted(links.states.items()))
+    links.known = links.known and (not known_links or bool(links.states) or links.absent)
 
 
 def read_nvlinks(
@@ -565,15 +565,15 @@ def _read_active_link(nvml: NvmlCalls, link: int, version: int | None, errors: d
 
 def _read_errors(nvml: NvmlCalls, links: list[int]) -> dict[int, dict[str, int]]:
     """Return error counters by link: in one call, or link by link for drivers that require it (before Hopper)."""
-    found: dict[int, dict[str, int]] = {}
+    counters_of: dict[int, dict[str, int]] = {}
     fields = _NAMES["nvlink_error_field"]
     if links:
-        wanted = [(number, link) for link in links for number in fields]
-        values = nvml.fields(*(f"{number}:{link}" for number, link in wanted))
-        for (number, link), value in zip(wanted, values, strict=True):
+        queries = [(number, link) for link in links for number in fields]
+        values = nvml.fields(*(f"{number}:{link}" for number, link in queries))
+        for (number, link), value in zip(queries, values, strict=True):
             if value is not None:
-                found.setdefault(link, {})[fields[number]] = value
-    return found or {link: counters for link in links if (counters := _read_old_errors(nvml, link))}
+                counters_of.setdefault(link, {})[fields[number]] = value
+    return counters_of or {link: counters for link in links if (counters := _read_old_errors(nvml, link))}
 
 
 def _read_old_errors(nvml: NvmlCalls, link: int) -> dict[str, int]:
@@ -596,11 +596,11 @@ def _query_link(nvml: NvmlCalls, symbol: str, *arguments: int) -> Any:
 # Enumerations and encodings -----------------------------------------------------------------------------------------
 
 
-def format_cpu_list(words: Any) -> str | None:
+def format_cpu_list(masks: Any) -> str | None:
     """Format a bit mask of 64-bit words as "0-47,96-143"; None if it is empty."""
-    if not words:
+    if not masks:
         return None
-    cpus = [64 * i + bit for i, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
+    cpus = [64 * i + bit for i, word in enumerate(masks) if word for bit in range(64) if word >> bit & 1]
     return _format_runs(cpus) or None
 
 
@@ -688,10 +688,10 @@ def parse_xid_line(line: str) -> tuple[str, int] | None:
 
     Xid 154 reports a change of the recovery action. A change to "None" is not an error.
     """
-    found = _LINE.search(line)
-    if found is None or (found[2] == "154" and _RECOVERED.search(line)):
+    match = _LINE.search(line)
+    if match is None or (match[2] == "154" and _RECOVERED.search(line)):
         return None
-    domain, _, place = found[1].lower().partition(":")
+    domain, _, place = match[1].lower().partition(":")
     if place.count(":") != 1:
         return None
-    return f"{int(domain, 16):04x}:{place}", int(found[2])
+    return f"{int(domain, 16):04x}:{place}", int(match[2])

@@ -99,22 +99,22 @@ class LiveHost:
         folder, _, name = path.rpartition("/")
         above = self._resolve(folder, links) if folder else ""
         if name in ("", "."):
-            found = above
+            resolved = above
         elif name == "..":
-            found = above.rpartition("/")[0]
+            resolved = above.rpartition("/")[0]
         else:
             try:
                 target = os.readlink(f"{self._prefix}{above}/{name}")  # noqa: PTH115 - hottest code, so no Path
             except OSError as error:
                 if error.errno != errno.EINVAL:  # EINVAL: exists and is not a link
                     raise
-                found = f"{above}/{name}"
+                resolved = f"{above}/{name}"
             else:
                 if links >= LINKS_FOLLOWED:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-                found = self._resolve(target if target.startswith("/") else f"{above}/{target}", links + 1)
-        self._places[path] = found
-        return found
+                resolved = self._resolve(target if target.startswith("/") else f"{above}/{target}", links + 1)
+        self._places[path] = resolved
+        return resolved
 
     def usable(self, path: str) -> bool:
         """Whether this process has read and write access to the path."""

@@ -84,11 +84,11 @@ def _decode(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> d
 def _decode_link_info(info: Any) -> dict[str, Json]:
     """Return the kind of a link; for a vxlan also its lower device, which is nested one level deeper."""
     kind = info.get_attr("IFLA_INFO_KIND")
-    found: dict[str, Json] = {"IFLA_INFO_KIND": kind} if kind else {}
+    decoded: dict[str, Json] = {"IFLA_INFO_KIND": kind} if kind else {}
     if kind == "vxlan":
         lower = info.get_nested("IFLA_INFO_DATA", "IFLA_VXLAN_LINK")
-        found["IFLA_INFO_DATA"] = {} if lower is None else {"IFLA_VXLAN_LINK": lower}
-    return found
+        decoded["IFLA_INFO_DATA"] = {} if lower is None else {"IFLA_VXLAN_LINK": lower}
+    return decoded
 
 
 _INNER: dict[str, Callable[[Any], Json]] = {
@@ -142,8 +142,8 @@ def parse_modes(body: bytes) -> dict[str, int]:
         bits = dict(split_attributes(bitset)).get(_BITSET_BITS, b"") if kind == _OURS else b""
         for number, bit in split_attributes(bits):
             mode = dict(split_attributes(bit)).get(_BIT_NAME, b"") if number == _BITS_BIT else b""
-            if found := _SPEED.match(mode.rstrip(b"\0").decode(errors="replace")):
-                speeds.append(int(found[1]))
+            if match := _SPEED.match(mode.rstrip(b"\0").decode(errors="replace")):
+                speeds.append(int(match[1]))
     return {"speed_max_megabits": max(speeds)} if speeds else {}
 
 
@@ -157,8 +157,8 @@ def parse_pfc(body: bytes) -> dict[str, int | list[int]]:
     """Parse an answer to DCB_CMD_IEEE_GET: the first two bytes of struct ieee_pfc, and the DSCP entries in the table of
     struct dcb_app (selector, priority, protocol). The result is empty if the driver reports neither.
     """
-    found = dict(split_attributes(dict(split_attributes(body[4:])).get(_IEEE, b"")))
-    pfc, table = found.get(_IEEE_PFC, b""), found.get(_IEEE_APP_TABLE)
+    attributes = dict(split_attributes(dict(split_attributes(body[4:])).get(_IEEE, b"")))
+    pfc, table = attributes.get(_IEEE_PFC, b""), attributes.get(_IEEE_APP_TABLE)
     answer: dict[str, int | list[int]] = {"pfc_classes": pfc[0], "pfc_mask": pfc[1]} if len(pfc) >= 2 else {}
     if table is not None:
         entries = (value for kind, value in split_attributes(table) if kind & ~_NESTED == _IEEE_APP and len(value) >= 4)

@@ -131,9 +131,9 @@ class Nvml:
 
 def _load_library() -> None:
     """If the loader cannot find NVML, load it from known node paths; pynvml then finds its soname already loaded."""
-    named = [folder for folder in os.environ.get(DRIVER_PATHS, "").split(":") if folder]
-    known = [f"{root}{folder}" for root, folder in itertools.product(_TABLE["roots"], _TABLE["folders"])]
-    for path in (LIBRARY, *(f"{folder}/{LIBRARY}" for folder in [*named, *known])):
+    given_folders = [folder for folder in os.environ.get(DRIVER_PATHS, "").split(":") if folder]
+    usual = [f"{root}{folder}" for root, folder in itertools.product(_TABLE["roots"], _TABLE["folders"])]
+    for path in (LIBRARY, *(f"{folder}/{LIBRARY}" for folder in [*given_folders, *usual])):
         try:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         except OSError:  # missing, or built for another architecture
@@ -202,10 +202,10 @@ def plain(value: Any) -> Json:
 
 def sysfs_bus_id(nvml: str) -> str | None:
     """Convert NVML's "00000000:1B:00.0" to the form of sysfs; None if it is empty or hidden ("FFFFFFFF:...")."""
-    found = re.fullmatch(r"([0-9A-F]{4,8}):([0-9A-F]{2}):([0-9A-F]{2})\.([0-7])", nvml.strip().upper())
-    if found is None or found[1].strip("F") == "":
+    match = re.fullmatch(r"([0-9A-F]{4,8}):([0-9A-F]{2}):([0-9A-F]{2})\.([0-7])", nvml.strip().upper())
+    if match is None or match[1].strip("F") == "":
         return None
-    return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}.{found[4]}".lower()
+    return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}".lower()
 
 
 def _read_field_values(handle: Any, *fields: int | str) -> list[Json]:
@@ -216,7 +216,7 @@ def _read_field_values(handle: Any, *fields: int | str) -> list[Json]:
     """
     import pynvml
 
-    wanted = [tuple(map(int, field.split(":"))) if isinstance(field, str) else field for field in fields]
+    queries = [tuple(map(int, field.split(":"))) if isinstance(field, str) else field for field in fields]
     # Use the descriptors of the ctypes fields: pynvml's attribute access decodes text and is ten times slower.
     fail, kind, value = (getattr(pynvml.c_nvmlFieldValue_t, n).__get__ for n in ("nvmlReturn", "valueType", "value"))
     return [
@@ -225,7 +225,7 @@ def _read_field_values(handle: Any, *fields: int | str) -> list[Json]:
         else None
         if code in _NO_FIELD
         else ERROR_NAMES.get(code, f"CODE_{code}")
-        for answer in pynvml.nvmlDeviceGetFieldValues(handle, wanted)
+        for answer in pynvml.nvmlDeviceGetFieldValues(handle, queries)
     ]
 
 

@@ -115,9 +115,9 @@ class RecordedHost:
 
     def exists(self, path: str) -> bool:
         """Whether the path exists: recorded directly, or implied by another recorded answer for this path."""
-        known = self._answers.get("exists", {})
-        if path in known:
-            return bool(known[path])
+        answers = self._answers.get("exists", {})
+        if path in answers:
+            return bool(answers[path])
         others = (self._answers.get(m, {}).get(path) for m in ("read_text", "list_dir", "resolve"))
         return any(answer is not None and not _is_error(answer) for answer in others)
 
@@ -195,19 +195,19 @@ def load_all(path: str | Path) -> list[RecordedHost]:
     path = Path(path)
     if path.suffix != ".zip":
         return [load(path)]
-    found, values = [], 0
+    hosts, values = [], 0
     try:
         raw = bounded.read(path, PACKED_LIMIT_BYTES)
         for _, content in bounded.zip_files(raw, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch):
             values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
             if values > MOST_VALUES:
                 raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
-            found.append(RecordedHost(_check_content(plain(content), path)))
+            hosts.append(RecordedHost(_check_content(plain(content), path)))
     except (bounded.ArchiveError, bounded.TooLargeError, PlainError) as error:
         raise RecordingError(f"{path}: not a bundle (topoflight bundle writes one): {error}") from None
-    if not found:
+    if not hosts:
         raise RecordingError(f"{path}: holds no recording (HOST/recording.json)")
-    return found
+    return hosts
 
 
 def load(path: str | Path) -> RecordedHost:

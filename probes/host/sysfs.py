@@ -58,21 +58,21 @@ def names(host: Host, path: str) -> tuple[str, ...]:
 
 def target_name(host: Host, path: str) -> str | None:
     """Return the last path component of a link's target: the driver of .../driver, the group of .../iommu_group."""
-    found = attempt(host.resolve, path)
-    return found.rpartition("/")[2] if found else None
+    target = attempt(host.resolve, path)
+    return target.rpartition("/")[2] if target else None
 
 
 def bus_id(host: Host, path: str) -> str | None:
     """Return the last PCI function in the target of a link, which is in /sys/devices; None if there is none."""
-    found = [part for part in (attempt(host.resolve, path) or "").split("/") if BUS_ID.fullmatch(part)]
-    return found[-1] if found else None
+    parts = [part for part in (attempt(host.resolve, path) or "").split("/") if BUS_ID.fullmatch(part)]
+    return parts[-1] if parts else None
 
 
 def fields(content: str | None, separator: str = ":") -> dict[str, str]:
     """Parse lines of "key: value"; if a key is repeated, its first value is used."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for line in (content or "").splitlines():
         key, colon, value = line.partition(separator)
         if colon:
-            found.setdefault(key.strip(), value.strip())
-    return found
+            result.setdefault(key.strip(), value.strip())
+    return result

@@ -85,17 +85,17 @@ def read_virtual_machine(host: Host, processor: dict[str, str] | None = None) ->
 
 def read_storage_servers(mounts: str | None) -> tuple[str, ...]:
     """Return the IPv4 servers of network file systems: "10.1.2.3:/data" (NFS), "10.1.2.3@o2ib:/fs" (Lustre)."""
-    found: dict[str, None] = {}
+    servers: dict[str, None] = {}
     for line in (mounts or "").splitlines():
-        words = line.split()
-        if len(words) < 3 or words[2] not in NAMES["network_file_systems"]:
+        columns = line.split()
+        if len(columns) < 3 or columns[2] not in NAMES["network_file_systems"]:
             continue
-        for text in _SERVER.findall(words[0]):
+        for text in _SERVER.findall(columns[0]):
             try:
-                found[str(ipaddress.IPv4Address(text))] = None
+                servers[str(ipaddress.IPv4Address(text))] = None
             except ValueError:
                 continue
-    return tuple(found)[:SERVERS_MAX]
+    return tuple(servers)[:SERVERS_MAX]
 
 
 def read_numa_nodes(host: Host) -> tuple[NumaNode, ...]:
@@ -157,10 +157,10 @@ def detect_container(host: Host) -> str | None:
     created by engines; cgroups; then mounts, container managers and the path of the root file system.
     """
     groups = "\n".join(sysfs.text(host, path) or "" for path in ("/proc/self/cgroup", "/proc/1/cgroup"))
-    named = next((kind for kind, sign in _GROUPS.items() if sign.search(groups)), None)
+    runtime = next((kind for kind, sign in _GROUPS.items() if sign.search(groups)), None)
     hosts = sysfs.text(host, "/etc/hosts") or ""
     if (
-        named == "kubernetes"
+        runtime == "kubernetes"
         or host.exists("/var/run/secrets/kubernetes.io/serviceaccount")
         or hosts.startswith("# Kubernetes-managed hosts file")  # the kubelet writes this into every pod
     ):
@@ -169,7 +169,7 @@ def detect_container(host: Host) -> str | None:
         return "podman"
     if host.exists("/.dockerenv"):
         return "docker"
-    return named or next(_find_candidates(host), None)
+    return runtime or next(_find_candidates(host), None)
 
 
 def _find_candidates(host: Host) -> Iterator[str]:
@@ -177,14 +177,14 @@ def _find_candidates(host: Host) -> Iterator[str]:
     mounts = (sysfs.text(host, "/proc/self/mountinfo") or "").splitlines()
     if any(_POD_MOUNT.search(line) for line in mounts):
         yield "kubernetes"
-    words = (
+    candidates = (
         host.environment().get("container"),
         sysfs.text(host, "/run/systemd/container"),
         sysfs.text(host, "/run/host/container-manager"),
     )
     roots = [line for line in mounts if line.split(" ", 5)[4:5] == ["/"]]
     stores = [kind for line in roots for mark, kind in NAMES["stores"].items() if mark in line]
-    kinds = [word for word in words if word is not None and word in NAMES["container_kinds"]]
+    kinds = [word for word in candidates if word is not None and word in NAMES["container_kinds"]]
     yield from (kind for kind in kinds if kind != "oci")
     yield from stores
     yield from kinds

@@ -73,11 +73,11 @@ def matches(name: str, setting: str) -> bool:
     Both signs are at the start of the value and apply to the whole list.
     """
     exclude = setting.startswith("^")
-    rest = setting.removeprefix("^")
-    exact = rest.startswith("=")
-    wanted = [item.partition(":")[0] for item in rest.removeprefix("=").split(",") if item]
-    found = any(name == item if exact else name.startswith(item) for item in wanted)
-    return found is not exclude
+    names = setting.removeprefix("^")
+    exact = names.startswith("=")
+    entries = [item.partition(":")[0] for item in names.removeprefix("=").split(",") if item]
+    is_listed = any(name == item if exact else name.startswith(item) for item in entries)
+    return is_listed is not exclude
 
 
 def choose_for_nccl(interfaces: Iterable[Interface], setting: str | None = None) -> str | None:

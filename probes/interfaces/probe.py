@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from contracts.finding import Finding, Status, by_loss
+from contracts.finding import Finding, Status, rate_loss
 from contracts.tables import read_table
 from hardware.units import gigabits
 from probes.api import Sample, finding, probe_of
@@ -44,8 +44,8 @@ def unjudged(facts: InterfacesFacts) -> dict[str, str]:
     """Return the checks that the agent's pod cannot do: the manifest of a job's pod determines its interface."""
     if not facts.of_agent or all(interface.role != "pod-default" for interface in facts.interfaces):
         return {}
-    why = "not judged: this is the agent's own pod, and the manifest of a job's pod names the interface"
-    return dict.fromkeys(("interfaces.choice.wrong", "interfaces.choice.setting"), why)
+    reason = "not judged: this is the agent's own pod, and the manifest of a job's pod names the interface"
+    return dict.fromkeys(("interfaces.choice.wrong", "interfaces.choice.setting"), reason)
 
 
 def _fast(interface: Interface) -> tuple[bool, float]:
@@ -71,69 +71,69 @@ def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
     name = _find_default_interface(facts)
     listed = [(i, ", ".join(i.addresses)) for i in facts.interfaces]
     if name is None and value and facts.nccl_choice is not None:
-        seen = tuple(f"{i.name}: {addresses or 'no address'}" for i, addresses in listed[:16])
+        evidence = tuple(f"{i.name}: {addresses or 'no address'}" for i, addresses in listed[:16])
         values = {"setting": setting, "library": library, "other": facts.nccl_choice}
-        yield finding(TEXTS, "interfaces.choice.setting", Status.FAIL, "", seen, **values)
+        yield finding(TEXTS, "interfaces.choice.setting", Status.FAIL, "", evidence, **values)
         return
-    chosen = next((i for i in facts.interfaces if i.name == name), None)
-    others = [i for i in facts.interfaces if i is not chosen]
+    current = next((i for i in facts.interfaces if i.name == name), None)
+    others = [i for i in facts.interfaces if i is not current]
     # The host has a network card, but only loopback is usable, so other nodes cannot be reached. A host or container
     # without a network card is not checked.
     cut_off = any(i.bus_id for i in others) and not any(is_usable_by_nccl(i) for i in others)
-    if chosen is None or (chosen.role == "loopback" and cut_off):
-        seen = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
-        key = "interfaces.choice.none" + " loopback" * (chosen is not None)
-        yield finding(TEXTS, key, Status.FAIL, "", seen, name=name)
+    if current is None or (current.role == "loopback" and cut_off):
+        evidence = tuple(f"{i.name}: up {i.up}, running {i.running}, {len(i.addresses)} addresses" for i in others[:16])
+        key = "interfaces.choice.none" + " loopback" * (current is not None)
+        yield finding(TEXTS, key, Status.FAIL, "", evidence, name=name)
         return
     others = [i for i in others if is_usable_by_nccl(i) and i.role in ("secondary", "host")]
     better = max(others, key=_fast, default=None)
     if better is None:
         return
-    if chosen.role in ("docker", "bridge", "virtual", "loopback"):
-        status, why = Status.FAIL, f"a {chosen.role} interface that other nodes cannot reach"
-    elif _is_faster(better, chosen):
+    if current.role in ("docker", "bridge", "virtual", "loopback"):
+        status, reason = Status.FAIL, f"a {current.role} interface that other nodes cannot reach"
+    elif _is_faster(better, current):
         # If the fast card supports RDMA, sockets carry only the bootstrap, and gloo. The same holds for Slingshot,
         # whose fast card is used through libfabric.
         fabric = better.rdma_device or (better.driver or "").startswith("cxi")
-        started_only = chosen.role in ("host", "unknown") and fabric
-        status = Status.INFO if started_only else by_loss(_compute_loss(chosen, better))
-        kind = "an interface of unknown role" if chosen.role == "unknown" else f"a {chosen.role} interface"
-        why = f"{kind}{_speed(chosen)}"
+        started_only = current.role in ("host", "unknown") and fabric
+        status = Status.INFO if started_only else rate_loss(_compute_loss(current, better))
+        kind = "an interface of unknown role" if current.role == "unknown" else f"a {current.role} interface"
+        reason = f"{kind}{_speed(current)}"
     else:
         return
     device = f", {better.rdma_device}" if better.rdma_device else ""
     yield finding(
-        TEXTS, "interfaces.choice.wrong", status, chosen.name,
-        tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (chosen, better)),
-        library=library, chosen=chosen.name, how=f"because of {setting}" if value else "by default", why=why,
-        better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_advise(chosen, better, others),
+        TEXTS, "interfaces.choice.wrong", status, current.name,
+        tuple(f"{i.name}: {i.role}, {', '.join(i.addresses)}{_speed(i)}" for i in (current, better)),
+        library=library, chosen=current.name, how=f"because of {setting}" if value else "by default", why=reason,
+        better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_advise(current, better, others),
     )  # fmt: skip
 
 
-def _advise(chosen: Interface, better: Interface, others: list[Interface]) -> str:
+def _advise(current: Interface, better: Interface, others: list[Interface]) -> str:
     """Name every interface as fast as the best one, because NCCL does not use interfaces that are not named."""
     alike = [i for i in others if _fast(i) == _fast(better) and (i.role, i.driver) == (better.role, better.driver)]
     names = ",".join(i.name for i in (alike if not better.rdma_device else [better]))
-    prefixed = chosen.name.startswith(tuple(names.split(",")))
+    prefixed = current.name.startswith(tuple(names.split(",")))
     return f"Set NCCL_SOCKET_IFNAME={'=' if prefixed else ''}{names} and GLOO_SOCKET_IFNAME={better.name}."
 
 
-def _is_faster(better: Interface, chosen: Interface) -> bool:
+def _is_faster(better: Interface, current: Interface) -> bool:
     """Whether `better` is faster: it has a higher link rate, or it is a secondary network and the other an overlay."""
-    if chosen.rdma_device:
+    if current.rdma_device:
         return False
-    if chosen.speed_bytes_per_second and better.speed_bytes_per_second:
-        return better.speed_bytes_per_second > chosen.speed_bytes_per_second
-    return chosen.role == "pod-default" and better.role == "secondary"
+    if current.speed_bytes_per_second and better.speed_bytes_per_second:
+        return better.speed_bytes_per_second > current.speed_bytes_per_second
+    return current.role == "pod-default" and better.role == "secondary"
 
 
-def _compute_loss(chosen: Interface, better: Interface) -> float:
+def _compute_loss(current: Interface, better: Interface) -> float:
     """Return the lost fraction of the better interface's rate.
 
     The rate of an overlay is unknown. In the README a fine-tune took 5 h on it, 2 h 30 on a secondary network.
     """
-    if chosen.speed_bytes_per_second and better.speed_bytes_per_second and chosen.role != "pod-default":
-        return 1.0 - chosen.speed_bytes_per_second / better.speed_bytes_per_second
+    if current.speed_bytes_per_second and better.speed_bytes_per_second and current.role != "pod-default":
+        return 1.0 - current.speed_bytes_per_second / better.speed_bytes_per_second
     return 0.5
 
 
@@ -145,16 +145,16 @@ def _speed(interface: Interface) -> str:
 def _check_down(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
     if interface.up is not False and interface.running is not False:
         return
-    given = interface.role == "secondary" or interface.multus_network is not None
+    is_given = interface.role == "secondary" or interface.multus_network is not None
     # A host interface that is down, without address or bond, may intentionally have no cable.
     used = interface.rdma_device is not None and bool(_list_routable(interface) or interface.master)
     bond = next((i for i in facts.interfaces if i.name == interface.master and i.kind in ("bond", "team")), None)
-    if given or used or bond:
+    if is_given or used or bond:
         state = "down" if interface.up is False else "up without a carrier"
         # a network assigned to the pod; without it, the job uses the pod network at half the speed or less
         # the rdma probe judges members of a RoCE LAG by their share; a spare member costs nothing
         of_lag = bond is not None and bond.running and "bond" in (bond.rdma_device or "")
-        status = Status.FAIL if given else Status.INFO if of_lag else Status.WARN
+        status = Status.FAIL if is_given else Status.INFO if of_lag else Status.WARN
         key = "interfaces.link.down" + " member" * bool(bond and bond.running)
         yield finding(TEXTS, key, status, interface.name, interface=interface, state=state)
 
@@ -165,8 +165,8 @@ def _check_address(facts: InterfacesFacts, interface: Interface) -> Iterator[Fin
         others = any(i.role == "secondary" and i.running and _list_ipv4(i) for i in facts.interfaces)
         mild = others or _list_routable(interface) or interface.kind in ("ipoib", "infiniband")
         status, name = Status.WARN if mild else Status.FAIL, interface.name
-        seen = f"rtnetlink: {name}: {', '.join(interface.addresses) or 'no address'}"
-        yield finding(TEXTS, "interfaces.address.missing", status, name, (seen,), name=name)
+        evidence = f"rtnetlink: {name}: {', '.join(interface.addresses) or 'no address'}"
+        yield finding(TEXTS, "interfaces.address.missing", status, name, (evidence,), name=name)
 
 
 def _list_ipv4(interface: Interface) -> list[str]:
@@ -178,16 +178,16 @@ def _list_routable(interface: Interface) -> list[str]:
 
 
 def _check_mtu(facts: InterfacesFacts, interface: Interface) -> Iterator[Finding]:
-    mtu, name, wanted = interface.mtu_bytes, interface.name, interface.multus_mtu_bytes
+    mtu, name, expected = interface.mtu_bytes, interface.name, interface.multus_mtu_bytes
     parent = next((i for i in facts.interfaces if i.name == interface.parent), None)
     whose = "network-status"
-    if not (mtu and wanted and mtu != wanted):
+    if not (mtu and expected and mtu != expected):
         smaller = interface.kind in ("macvlan", "ipvlan", "vlan") and mtu and parent and mtu < (parent.mtu_bytes or 0)
-        wanted, whose = (parent.mtu_bytes, f"its parent {parent.name}") if smaller and parent else (None, "")
-    if wanted:
-        seen = (f"rtnetlink: {name} mtu {mtu}", f"{whose}: mtu {wanted}")
-        values = {"name": name, "mtu": mtu, "whose": whose, "wanted": wanted}
-        yield finding(TEXTS, "interfaces.mtu.mismatch", Status.WARN, name, seen, **values)
+        expected, whose = (parent.mtu_bytes, f"its parent {parent.name}") if smaller and parent else (None, "")
+    if expected:
+        evidence = (f"rtnetlink: {name} mtu {mtu}", f"{whose}: mtu {expected}")
+        values = {"name": name, "mtu": mtu, "whose": whose, "wanted": expected}
+        yield finding(TEXTS, "interfaces.mtu.mismatch", Status.WARN, name, evidence, **values)
 
 
 def _compare_mtus(facts: InterfacesFacts) -> Iterator[Finding]:
@@ -198,16 +198,16 @@ def _compare_mtus(facts: InterfacesFacts) -> Iterator[Finding]:
             groups.setdefault((i.kind, i.driver, i.speed_bytes_per_second), []).append(i)
     for group in groups.values():
         counts = Counter(i.mtu_bytes for i in group)
-        wanted, count = counts.most_common(1)[0]
+        usual, count = counts.most_common(1)[0]
         if len(counts) > 1 and 2 * count <= len(group):
-            seen = tuple(f"rtnetlink: {i.name} mtu {i.mtu_bytes}" for i in group[:16])
+            evidence = tuple(f"rtnetlink: {i.name} mtu {i.mtu_bytes}" for i in group[:16])
             mtus = ", ".join(f"{i.name} {i.mtu_bytes}" for i in group)
-            yield finding(TEXTS, "interfaces.mtu.mismatch mixed", Status.WARN, "", seen, mtus=mtus)
+            yield finding(TEXTS, "interfaces.mtu.mismatch mixed", Status.WARN, "", evidence, mtus=mtus)
             continue
-        for odd in (i for i in group if i.mtu_bytes != wanted):
-            seen, values = (f"rtnetlink: {odd.name} mtu {odd.mtu_bytes}",), {"name": odd.name, "mtu": odd.mtu_bytes}
+        for odd in (i for i in group if i.mtu_bytes != usual):
+            evidence, values = (f"rtnetlink: {odd.name} mtu {odd.mtu_bytes}",), {"name": odd.name, "mtu": odd.mtu_bytes}
             key, fail = "interfaces.mtu.mismatch odd", Status.FAIL
-            yield finding(TEXTS, key, fail, odd.name, seen, count=count, wanted=wanted, **values)
+            yield finding(TEXTS, key, fail, odd.name, evidence, count=count, wanted=usual, **values)
 
 
 def _compare_speeds(facts: InterfacesFacts) -> Iterator[Finding]:
@@ -220,13 +220,13 @@ def _compare_speeds(facts: InterfacesFacts) -> Iterator[Finding]:
             drivers.setdefault(interface.driver, []).append(interface)
     for group in drivers.values():
         best = max(group, key=lambda i: i.speed_bytes_per_second or 0.0)
-        most = best.speed_bytes_per_second or 1.0
+        highest = best.speed_bytes_per_second or 1.0
         for interface in group:
             rate = interface.speed_bytes_per_second or 0.0
-            if rate < most:
+            if rate < highest:
                 seen = [f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8e-6:g}" for i in (interface, best)]
                 yield finding(
-                    TEXTS, "interfaces.speed.low", by_loss(1.0 - rate / most), interface.name, tuple(seen),
+                    TEXTS, "interfaces.speed.low", rate_loss(1.0 - rate / highest), interface.name, tuple(seen),
                     speed=_speed(interface)[2:], best=best.name, most=_speed(best)[2:],
                 )  # fmt: skip
 

@@ -201,13 +201,13 @@ def _read_running(host: Host, folder: str, flags: int | None, readable: bool) ->
 
 
 def _read_addresses(host: Host) -> dict[Any, tuple[str, ...]]:
-    found: dict[Any, list[str]] = {}
+    by_index: dict[Any, list[str]] = {}
     for entry in host.netlink("addresses"):
         # On point-to-point links IFA_ADDRESS is the peer's address, IFA_LOCAL the own one; IPv6 only has IFA_ADDRESS.
         address = entry.get("IFA_LOCAL") or entry.get("IFA_ADDRESS")
         if address:
-            found.setdefault(entry.get("index"), []).append(f"{address}/{entry.get('prefixlen')}")
-    return {index: tuple(list_) for index, list_ in found.items()}
+            by_index.setdefault(entry.get("index"), []).append(f"{address}/{entry.get('prefixlen')}")
+    return {index: tuple(list_) for index, list_ in by_index.items()}
 
 
 def _find_default_route(host: Host, names: dict[Any, str]) -> str | None:
@@ -232,9 +232,9 @@ def _read_proc_route(host: Host) -> str | None:
     """
     candidates = []
     for line in (sysfs.text(host, "/proc/net/route") or "").splitlines()[1:]:
-        words = line.split()
-        if len(words) >= 8 and words[1] == "00000000" and words[7] == "00000000" and words[6].isdigit():
-            candidates.append((int(words[6]), words[0]))
+        columns = line.split()
+        if len(columns) >= 8 and columns[1] == "00000000" and columns[7] == "00000000" and columns[6].isdigit():
+            candidates.append((int(columns[6]), columns[0]))
     return min(candidates)[1] if candidates else None
 
 
@@ -247,19 +247,19 @@ def _map_rdma(host: Host) -> dict[str, str]:
     A pod with a macvlan on an RDMA port does not see the port's netdev. However, the port's GID table contains the
     address of the macvlan, and the pod has that address.
     """
-    found: dict[str, str] = {}
+    devices: dict[str, str] = {}
     for device in sysfs.names(host, "/sys/class/infiniband"):
         folder = f"/sys/class/infiniband/{device}"
         address = sysfs.bus_id(host, f"{folder}/device")
         parent = sysfs.text(host, f"{folder}/parent")
         netdevs = sysfs.names(host, f"{folder}/device/net")
         for key in (*netdevs, *([parent] if parent else []), *([address] if address else [])):
-            found.setdefault(key, device)
+            devices.setdefault(key, device)
         for port in sysfs.names(host, f"{folder}/ports"):
             for gid in read_gids(host, f"{folder}/ports/{port}")[0]:
                 if ipv4 := find_ipv4(gid):
-                    found.setdefault(ipv4, device)
-    return found
+                    devices.setdefault(ipv4, device)
+    return devices
 
 
 def _find_rdma_device(interface: Interface, all_: dict[str, Interface], rdma: dict[str, str]) -> str | None:
@@ -267,10 +267,10 @@ def _find_rdma_device(interface: Interface, all_: dict[str, Interface], rdma: di
     for address in interface.addresses:
         if device := rdma.get(address.partition("/")[0]):
             return device
-    seen: set[str] = set()
+    visited: set[str] = set()
     current: Interface | None = interface
-    while current is not None and current.name not in seen:
-        seen.add(current.name)
+    while current is not None and current.name not in visited:
+        visited.add(current.name)
         if device := rdma.get(current.name) or rdma.get(current.bus_id or ""):
             return device
         if current.kind == "bond":
@@ -308,10 +308,10 @@ def find_annotation(content: str) -> str | None:
         key, _, value = line.partition("=")
         if key in NAMES["status_keys"]:
             try:
-                found = json.loads(value)  # JSON text quoted with Go's %q is a valid JSON string
+                annotation = json.loads(value)  # JSON text quoted with Go's %q is a valid JSON string
             except (ValueError, RecursionError):
                 return None
-            return found if isinstance(found, str) else None
+            return annotation if isinstance(annotation, str) else None
     return None
 
 
@@ -358,25 +358,25 @@ _NAME_MAX = 64
 def read_neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
     """Return the neighbour of each interface: "leaf1 Ethernet1/5". An interface without LLDP is left out."""
     there = set(sysfs.names(host, LLDP_FOLDER))
-    found = {}
+    neighbours = {}
     for index, name in indices.items():
         if str(index) in there:
             content = sysfs.attempt(host.read_bytes, f"{LLDP_FOLDER}/{index}", _BYTES_MAX) or b""
             names = list(dict.fromkeys(filter(None, map(parse_neighbour, split_frames(content)))))
             if len(names) == 1:  # several names: a hub or bridge is in between, so the neighbour is unknown
-                found[name] = names[0]
-    return found
+                neighbours[name] = names[0]
+    return neighbours
 
 
 def split_frames(content: bytes) -> Iterator[bytes]:
     """Yield the frames in one file; a truncated last frame is left out."""
-    at = 0
-    while at + 8 <= len(content):
-        size = int.from_bytes(content[at : at + 8], "little")
-        at += 8 + size
-        if not size or at > len(content):
+    offset = 0
+    while offset + 8 <= len(content):
+        size = int.from_bytes(content[offset : offset + 8], "little")
+        offset += 8 + size
+        if not size or offset > len(content):
             return
-        yield content[at - size : at]
+        yield content[offset - size : offset]
 
 
 def parse_neighbour(frame: bytes) -> str | None:
@@ -394,14 +394,14 @@ def parse_neighbour(frame: bytes) -> str | None:
 
 
 def _split_tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at + 2 <= len(data):
-        head = int.from_bytes(data[at : at + 2], "big")
+    offset = 0
+    while offset + 2 <= len(data):
+        head = int.from_bytes(data[offset : offset + 2], "big")
         kind, size = head >> 9, head & 0x1FF
-        if not kind or at + 2 + size > len(data):
+        if not kind or offset + 2 + size > len(data):
             return
-        yield kind, data[at + 2 : at + 2 + size]
-        at += 2 + size
+        yield kind, data[offset + 2 : offset + 2 + size]
+        offset += 2 + size
 
 
 def _decode_text(value: bytes) -> str:

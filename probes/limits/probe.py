@@ -48,9 +48,9 @@ def unjudged(facts: LimitsFacts) -> dict[str, str]:
     """
     if not facts.of_agent:
         return {"limits.memlock.low": facts.elsewhere} if facts.elsewhere else {}
-    why = "not judged: these limits are the agent's own, and a job gets those of its manifest or its shell"
+    reason = "not judged: these limits are the agent's own, and a job gets those of its manifest or its shell"
     codes = ("shm.small", "shm.full", "shm.unknown", "cpu.quota", "numa_policy.denied")
-    return dict.fromkeys((f"limits.{code}" for code in codes), why)
+    return dict.fromkeys((f"limits.{code}" for code in codes), reason)
 
 
 def samples(facts: LimitsFacts) -> Iterator[Sample]:
@@ -113,34 +113,34 @@ def _check_memlock(facts: LimitsFacts) -> Iterator[Finding]:
     status = Status.FAIL if facts.rdma_present and too_small else Status.WARN
     if facts.rdma_present is False or facts.ipc_lock:  # no RDMA device, or CAP_IPC_LOCK lifts the limit
         status = Status.INFO
-    more = " The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
+    hint = " The hard limit would allow it: the launcher may raise it with ulimit -l unlimited."
     yield finding(
         TEXTS, "limits.memlock.low" + " unbound" * bool(facts.ipc_lock), status, soft=soft, hard=hard, facts=facts,
         capable="unknown" if facts.ipc_lock is None else "yes" if facts.ipc_lock else "no",
-        more=more if facts.memlock_hard_bytes is None else "", remedy=_choose_remedy(facts, REMEDIES["memlock"]),
+        more=hint if facts.memlock_hard_bytes is None else "", remedy=_choose_remedy(facts, REMEDIES["memlock"]),
     )  # fmt: skip
 
 
 def _check_shm(facts: LimitsFacts) -> Iterator[Finding]:
     remedy, total, free = _choose_remedy(facts, REMEDIES["shm"]), facts.shm_size_bytes, facts.shm_free_bytes
     if total is None:
-        seen = ("statvfs(/dev/shm) failed", facts.whose)
-        yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, seen, remedy=remedy)
+        evidence = ("statvfs(/dev/shm) failed", facts.whose)
+        yield finding(TEXTS, "limits.shm.unknown", Status.UNKNOWN, SHM, evidence, remedy=remedy)
         return
     left = "unknown" if free is None else format_size(free)
-    seen = (f"statvfs(/dev/shm): {format_size(total)}, {left} free", facts.whose)
+    evidence = (f"statvfs(/dev/shm): {format_size(total)}, {left} free", facts.whose)
     gpus = facts.gpus or 0
     needed = gpus * SHM_SEGMENT_BYTES if gpus > 1 else 0
     sizes = {"size": format_size(total), "free": format_size(free), "needed": format_size(needed)}
     values = {"shm": SHM, "remedy": remedy, "gpus": gpus, **sizes}
     if free is not None and free < NCCL_BUFFER_BYTES:
-        yield finding(TEXTS, "limits.shm.full", Status.FAIL, SHM, seen, **values)
+        yield finding(TEXTS, "limits.shm.full", Status.FAIL, SHM, evidence, **values)
     elif total < needed:
-        yield finding(TEXTS, "limits.shm.small ranks", Status.FAIL, SHM, seen, **values)
+        yield finding(TEXTS, "limits.shm.small ranks", Status.FAIL, SHM, evidence, **values)
     elif free is not None and free < needed:
-        yield finding(TEXTS, "limits.shm.full ranks", Status.FAIL, SHM, seen, **values)
+        yield finding(TEXTS, "limits.shm.full ranks", Status.FAIL, SHM, evidence, **values)
     elif total < SHM_WANTED_BYTES:
-        yield finding(TEXTS, "limits.shm.small", Status.WARN, SHM, seen, **values)
+        yield finding(TEXTS, "limits.shm.small", Status.WARN, SHM, evidence, **values)
 
 
 def _choose_remedy(facts: LimitsFacts, remedies: Mapping[str, str]) -> str:

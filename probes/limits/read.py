@@ -30,9 +30,9 @@ def read(host: Host) -> LimitsFacts:
     shm = sysfs.attempt(host.statvfs, SHM)
     environment = host.environment()
     of_job = f", Slurm job {environment.get('SLURM_JOB_ID')}" if "SLURM_PROCID" in environment else ""
-    where, agent = detect_container(host), is_of_agent(host)
+    container, agent = detect_container(host), is_of_agent(host)
     cpus, is_read = _read_cgroup_cpus(host)
-    whose = f"{where} container" + (" of the agent" if agent else "") if where else f"no container{of_job}"
+    whose = f"{container} container" + (" of the agent" if agent else "") if container else f"no container{of_job}"
     return LimitsFacts(
         whose=f"this process, pid {identity.get('pid')}, uid {uid}, {whose}",
         uid=uid,
@@ -48,10 +48,10 @@ def read(host: Host) -> LimitsFacts:
         hugepages=_read_hugepages(host),
         cgroup_cpus=cpus,
         cgroup_known=is_read,
-        container=where,
+        container=container,
         of_agent=agent,
         seccomp=SECCOMP.get(status.get("Seccomp", "")),
-        elsewhere="" if of_job or where else _explain_slurm_limit(host, environment),
+        elsewhere="" if of_job or container else _explain_slurm_limit(host, environment),
         rdma_present=bool(sysfs.names(host, "/sys/class/infiniband")),
     )
 
@@ -72,8 +72,8 @@ def _explain_slurm_limit(host: Host, environment: Mapping[str, str]) -> str:
     rows = re.findall(r"^[ \t]*PropagateResourceLimits(Except)?[ \t]*=[ \t]*(\S+)", text, re.MULTILINE | re.IGNORECASE)
     propagates, line = True, "PropagateResourceLimits=ALL (the default)"
     for is_except, value in rows[:1]:
-        named = {"MEMLOCK", "ALL"} & set(value.upper().split(","))
-        propagates, line = bool(named) != bool(is_except), f"PropagateResourceLimits{is_except}={value}"
+        listed = {"MEMLOCK", "ALL"} & set(value.upper().split(","))
+        propagates, line = bool(listed) != bool(is_except), f"PropagateResourceLimits{is_except}={value}"
     of_slurmd = bool({"SLURMD_NODENAME", "SLURM_SCRIPT_CONTEXT"} & environment.keys())
     if propagates != of_slurmd:
         return ""
@@ -95,8 +95,8 @@ def _list_cgroup_folders(host: Host) -> list[str]:
     """Return the CPU cgroup of this process and its parents, v2 or v1. A cgroup namespace shows its root as "/"."""
     folders: list[str] = []
     for line in (sysfs.text(host, "/proc/self/cgroup") or "").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        number, _, fields = line.partition(":")
+        controllers, _, path = fields.partition(":")
         mounted = CGROUPS if number == "0" else f"{CGROUPS}/cpu"
         if number != "0" and "cpu" not in controllers.split(","):
             continue
@@ -110,7 +110,7 @@ def _read_cgroup_cpus(host: Host) -> tuple[float | None, bool]:
 
     In v2 the root and folders without the controller of CPUs have no quota. They only show the file of controllers.
     """
-    found, is_read = [], False
+    quotas, is_read = [], False
     for folder in _list_cgroup_folders(host):
         limit = sysfs.text(host, f"{folder}/cpu.max") or ""
         quota, period = map(sysfs.parse_number, limit.partition(" ")[::2])
@@ -118,5 +118,5 @@ def _read_cgroup_cpus(host: Host) -> tuple[float | None, bool]:
             quota, period = (sysfs.number(host, f"{folder}/cpu.cfs_{name}_us") for name in ("quota", "period"))
         is_read = is_read or bool(limit) or quota is not None or host.exists(f"{folder}/cgroup.controllers")
         if quota and period and quota > 0 and period > 0:
-            found.append(quota / period)
-    return min(found, default=None), is_read
+            quotas.append(quota / period)
+    return min(quotas, default=None), is_read

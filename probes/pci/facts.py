@@ -59,12 +59,12 @@ DEPTH_MAX = 64  # bridges; the 256 buses of the specification are never nested d
 
 def ancestors(parents: Mapping[str, str | None], bus_id: str) -> list[str]:
     """Return the bus ids of all bridges above a device, nearest first."""
-    found: list[str] = []
+    bridges: list[str] = []
     above = parents.get(bus_id)
-    while above is not None and above not in found and len(found) < DEPTH_MAX:
-        found.append(above)
+    while above is not None and above not in bridges and len(bridges) < DEPTH_MAX:
+        bridges.append(above)
         above = parents.get(above)
-    return found
+    return bridges
 
 
 def is_bridge(class_code: int) -> bool:

@@ -97,12 +97,12 @@ def check(facts: PciFacts) -> Iterator[Finding]:
     if facts.hypervisor is None:
         yield from _check_acs(facts)
         yield from _check_iommu(facts)
-    if found := list_amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
-        seen = tuple(
+    if gpus := list_amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
+        evidence = tuple(
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
-            for d in found[:EVIDENCE_MAX]
+            for d in gpus[:EVIDENCE_MAX]
         )
-        yield finding(TEXTS, "pci.gpu.unsupported", Status.UNKNOWN, "", seen, count=len(found))
+        yield finding(TEXTS, "pci.gpu.unsupported", Status.UNKNOWN, "", evidence, count=len(gpus))
     yield from _check_rdma(facts)
     yield from _check_peermem(facts)
     yield from _check_virtual_tree(facts)
@@ -129,8 +129,8 @@ def _check_device(device: PciDevice) -> Iterator[Finding]:
 def _get_smaller(facts: PciFacts, device: PciDevice, fact: str) -> Any:
     """Return the smaller value of the device and its upstream bridge; None if the device's own value is unknown."""
     above = [getattr(d, fact) for d in facts.devices if d.bus_id == device.parent]
-    own = getattr(device, fact)
-    return min([own, *filter(None, above)]) if own else None
+    value = getattr(device, fact)
+    return min([value, *filter(None, above)]) if value else None
 
 
 def _check_link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
@@ -140,20 +140,20 @@ def _check_link(facts: PciFacts, device: PciDevice) -> Iterator[Finding]:
     uplink = is_bridge(device.class_code) and any(d.bus_id == device.parent and d.parent is None for d in facts.devices)
     if not (gpu or uplink or is_network(device.class_code)) or device.physical_function is not None:
         return
-    where, what = f"{DEVICES}/{device.bus_id}", _describe_device(device)
+    folder, name = f"{DEVICES}/{device.bus_id}", _describe_device(device)
     width, possible = device.link_width, _get_smaller(facts, device, "link_width_max")
     if width and possible and width < possible:
         status = Status.FAIL if gpu or device.rdma or uplink else Status.WARN
-        seen = (f"{where}/current_link_width: {width}", f"{where}/max_link_width: {device.link_width_max}")
+        evidence = (f"{folder}/current_link_width: {width}", f"{folder}/max_link_width: {device.link_width_max}")
         values = {"width": width, "possible": possible, "share": width / possible}
-        yield finding(TEXTS, "pci.link.width", status, device.bus_id, seen, what=what, **values)
+        yield finding(TEXTS, "pci.link.width", status, device.bus_id, evidence, what=name, **values)
     speed, fastest = device.link_transfers_per_second, _get_smaller(facts, device, "link_transfers_per_second_max")
     # GPUs lower their link speed when idle, and the switch above does the same, so an idle link is not checked.
     if is_network(device.class_code) and speed and fastest and speed < fastest:
-        most = (device.link_transfers_per_second_max or 0) / 1e9
-        seen = (f"{where}/current_link_speed: {speed / 1e9:g} GT/s", f"{where}/max_link_speed: {most:g} GT/s")
+        highest = (device.link_transfers_per_second_max or 0) / 1e9
+        evidence = (f"{folder}/current_link_speed: {speed / 1e9:g} GT/s", f"{folder}/max_link_speed: {highest:g} GT/s")
         rates = {"speed": speed / 1e9, "fastest": fastest / 1e9}
-        yield finding(TEXTS, "pci.link.speed", Status.WARN, device.bus_id, seen, what=what, **rates)
+        yield finding(TEXTS, "pci.link.speed", Status.WARN, device.bus_id, evidence, what=name, **rates)
 
 
 def _describe_device(device: PciDevice) -> str:
@@ -182,11 +182,11 @@ def _check_acs(facts: PciFacts) -> Iterator[Finding]:
     judged = [d for d in facts.devices if d.bus_id in ports]
     redirecting = [d.bus_id for d in judged if d.acs_source_validation]
     if redirecting:  # only ports on paths between GPUs and their peers are checked
-        seen = tuple(f"{DEVICES}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
-        yield finding(TEXTS, "pci.acs.on", Status.FAIL, "", seen, count=len(redirecting))
+        evidence = tuple(f"{DEVICES}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
+        yield finding(TEXTS, "pci.acs.on", Status.FAIL, "", evidence, count=len(redirecting))
     elif any(d.acs_source_validation is None for d in judged):
-        seen = tuple(f"{DEVICES}/{p}/config: extended part not readable" for p in sorted(ports)[:EVIDENCE_MAX])
-        yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", seen)
+        evidence = tuple(f"{DEVICES}/{p}/config: extended part not readable" for p in sorted(ports)[:EVIDENCE_MAX])
+        yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", evidence)
 
 
 def _check_iommu(facts: PciFacts) -> Iterator[Finding]:
@@ -194,8 +194,8 @@ def _check_iommu(facts: PciFacts) -> Iterator[Finding]:
     if facts.iommu_mode == "translated" and list_gpus(facts) and ends > 1:
         # Traffic of devices on one switch is then sent through the root complex. Other traffic takes this path anyway.
         status = Status.FAIL if list_peer_ports(facts) else Status.WARN
-        seen = ("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",)
-        yield finding(TEXTS, "pci.iommu.translated", status, "", seen)
+        evidence = ("/sys/kernel/iommu_groups/*/type of GPUs and NICs: DMA",)
+        yield finding(TEXTS, "pci.iommu.translated", status, "", evidence)
 
 
 def _check_rdma(facts: PciFacts) -> Iterator[Finding]:
@@ -213,22 +213,22 @@ def _check_rdma(facts: PciFacts) -> Iterator[Finding]:
         nics = [d for d in facts.devices if is_network(d.class_code)]
         alone = bool(list_gpus(facts)) and not any(d.rdma for d in nics) and (facts.hypervisor is None or len(nics) > 1)
         status = Status.FAIL if made_for_it or alone else Status.WARN
-        where = " in this container, which may be another network namespace's" if facts.container else ""
-        seen = (f"{DEVICES}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")
+        place = " in this container, which may be another network namespace's" if facts.container else ""
+        evidence = (f"{DEVICES}/{device.bus_id}/infiniband: missing", f"driver: {device.driver or 'none'}")
         status = Status.UNKNOWN if facts.container else status
-        yield finding(TEXTS, "pci.nic.no_rdma", status, device.bus_id, seen, where=where)
+        yield finding(TEXTS, "pci.nic.no_rdma", status, device.bus_id, evidence, where=place)
 
 
 def _check_peermem(facts: PciFacts) -> Iterator[Finding]:
     nics = [d for d in facts.devices if is_network(d.class_code) and d.rdma]
     if not list_gpus(facts) or not nics or facts.peermem_loaded or facts.dmabuf_possible:
         return
-    known = facts.peermem_loaded is False and facts.dmabuf_possible is False
+    is_known = facts.peermem_loaded is False and facts.dmabuf_possible is False
     loaded, opened, dmabuf = (
         "unknown" if fact is None else "yes" if fact else "no"
         for fact in (facts.peermem_loaded, facts.nvidia_open_module, facts.dmabuf_possible)
     )
-    key = "pci.peermem.missing" if known else "pci.peermem.unknown"
+    key = "pci.peermem.missing" if is_known else "pci.peermem.unknown"
     yield finding(TEXTS, key, loaded=loaded, opened=opened, dmabuf=dmabuf)
 
 
@@ -237,11 +237,11 @@ def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
         return
     files = facts.topology_files
     is_automatic = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
-    seen = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in list_gpus(facts)[:EVIDENCE_MAX]) + files
+    evidence = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in list_gpus(facts)[:EVIDENCE_MAX]) + files
     # with one GPU and no RDMA NIC there is only one path
     alone = len(list_gpus(facts)) == 1 and not _list_rdma_nics(facts)
     key = "pci.tree.virtual" + (" automatic" if is_automatic else " alone" if alone else " files" * bool(files))
-    yield finding(TEXTS, key, None, "", seen, why=facts.virtual_tree, files=", ".join(files))
+    yield finding(TEXTS, key, None, "", evidence, why=facts.virtual_tree, files=", ".join(files))
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:

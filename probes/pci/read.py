@@ -36,14 +36,14 @@ _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 def read(host: Host) -> PciFacts:
     """Read the PCIe tree and the host-wide settings."""
     try:
-        found = host.list_dir(DEVICES)
+        names = host.list_dir(DEVICES)
     except FileNotFoundError as error:
         # If sysfs is not mounted, or if a recording has no such query, the devices are unknown, not absent. In a
         # recording older than the query for /sys/bus, network interfaces show that sysfs was mounted.
         if not host.exists("/sys/bus") and not sysfs.names(host, "/sys/class/net"):
             raise
         raise UnavailableError(f"no PCI bus is visible here ({DEVICES}: {error.strerror or error})") from error
-    addresses = [name for name in found if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
+    addresses = [name for name in names if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
     devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
     version = sysfs.text(host, "/proc/driver/nvidia/version")
     opened = None if version is None else "Open Kernel Module" in version
@@ -104,11 +104,11 @@ def read_device(host: Host, address: str) -> PciDevice | None:
 def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
     """Read configuration space of GPUs, NICs and the bridges above them: each word takes microseconds on the device."""
     parents = {device.bus_id: device.parent for device in devices}
-    wanted = {device.bus_id for device in devices if not is_bridge(device.class_code)}
+    needed = {device.bus_id for device in devices if not is_bridge(device.class_code)}
     for device in devices:
-        if device.bus_id in wanted:
-            wanted |= set(ancestors(parents, device.bus_id))
-    return tuple(_read_config(host, device) if device.bus_id in wanted else device for device in devices)
+        if device.bus_id in needed:
+            needed |= set(ancestors(parents, device.bus_id))
+    return tuple(_read_config(host, device) if device.bus_id in needed else device for device in devices)
 
 
 def _read_config(host: Host, device: PciDevice) -> PciDevice:
@@ -118,8 +118,8 @@ def _read_config(host: Host, device: PciDevice) -> PciDevice:
 
 def _parse_transfers(value: str | None) -> float | None:
     """Parse "16.0 GT/s PCIe" as 16e9; "Unknown" becomes None."""
-    found = re.match(r"(\d{1,4}(?:\.\d{1,3})?) GT/s", value or "", re.ASCII)
-    return float(found[1]) * 1e9 if found else None
+    match = re.match(r"(\d{1,4}(?:\.\d{1,3})?) GT/s", value or "", re.ASCII)
+    return float(match[1]) * 1e9 if match else None
 
 
 def _parse_width(value: int | None) -> int | None:
@@ -178,11 +178,11 @@ def read_bus(host: Host) -> GpuBus | None:
     if names is None:
         return None
     addresses = [name for name in names if sysfs.BUS_ID.fullmatch(name)]
-    found = tuple(gpu for address in addresses if (gpu := _read_gpu(host, address)) is not None)[:NODES_MAX]
-    nodes = sum(sysfs.attempt(host.usable, f"/dev/nvidia{n}") or False for n in range(len(found)))
+    gpus = tuple(gpu for address in addresses if (gpu := _read_gpu(host, address)) is not None)[:NODES_MAX]
+    nodes = sum(sysfs.attempt(host.usable, f"/dev/nvidia{n}") or False for n in range(len(gpus)))
     visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
     return GpuBus(
-        gpus=found, container=detect_container(host) if found else None, nodes=nodes,
+        gpus=gpus, container=detect_container(host) if gpus else None, nodes=nodes,
         requested=_count_requested(visible), all_requested=visible == "all",
     )  # fmt: skip
 

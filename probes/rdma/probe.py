@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from contracts.finding import Finding, Status, by_loss
+from contracts.finding import Finding, Status, rate_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
 from hardware.units import gigabits, some
@@ -71,14 +71,14 @@ def check(facts: RdmaFacts) -> Iterator[Finding]:
 def _check_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[Finding]:
     """Compare devices of one role: all carry GPU traffic, or all serve something else."""
     groups = list(_group_alike(devices))
-    odd = [found for members in groups for found in _compare_mtus(members)]
+    odd = [each for members in groups for each in _compare_mtus(members)]
     for device in devices:
         for port in device.ports:
             yield from _check_down(facts, device, port)
             if device.kind != "efa" and port.state == "ACTIVE":
                 yield from check_rate(device, port)
                 yield from check_gids(device, port)
-                if all(found.subject != subject(device, port) for found in odd):
+                if all(other.subject != subject(device, port) for other in odd):
                     yield from check_mtu(device, port)
                 yield from _check_bond(device, port)
         if device.uverbs_usable is False:
@@ -88,10 +88,10 @@ def _check_role(devices: tuple[RdmaDevice, ...], facts: RdmaFacts) -> Iterator[F
     yield from odd
 
 
-def _lower_severity(found: Finding) -> Finding:
-    status = {Status.FAIL: Status.WARN, Status.WARN: Status.INFO}.get(found.status, found.status)
-    message = f"{found.message} No traffic between GPUs goes over this port: every GPU has a nearer or faster one."
-    return found if status is found.status else replace(found, status=status, message=message)
+def _lower_severity(original: Finding) -> Finding:
+    status = {Status.FAIL: Status.WARN, Status.WARN: Status.INFO}.get(original.status, original.status)
+    message = f"{original.message} No traffic between GPUs goes over this port: every GPU has a nearer or faster one."
+    return original if status is original.status else replace(original, status=status, message=message)
 
 
 def _list_ports(devices: Iterable[RdmaDevice]) -> Ports:
@@ -112,16 +112,16 @@ def _report_port(
     **values: object,
 ) -> Finding:  # fmt: skip
     """Create a finding about a port; its text may refer to `device`, `port` and `where`, the port's path in sysfs."""
-    name, where = subject(device, port), locate_port(device, port)
-    return finding(TEXTS, key, status, name, evidence, device=device, port=port, where=where, **values)
+    name, place = subject(device, port), locate_port(device, port)
+    return finding(TEXTS, key, status, name, evidence, device=device, port=port, where=place, **values)
 
 
 def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
     states = [port.state for _, port in _list_ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
-        seen = tuple(f"{locate_port(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
+        evidence = tuple(f"{locate_port(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
         waiting = " waiting" * (set(states) <= set(_WAITING))
-        yield finding(TEXTS, "rdma.port.none_active" + waiting, None, "", seen, count=len(states))
+        yield finding(TEXTS, "rdma.port.none_active" + waiting, None, "", evidence, count=len(states))
 
 
 def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
@@ -136,7 +136,7 @@ def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterato
         sisters = sum(p.state == "ACTIVE" for _, p in kin)
         carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software RDMA adds no link
         # a port's share of the ports of its model; no loss if ports of this model carry no GPU traffic
-        status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
+        status = rate_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
         layers = {p.link_layer for _, p in kin if p.state == "ACTIVE" and p.link_layer}
         other = port.state == "DOWN" and bool(layers and port.link_layer) and port.link_layer not in layers
@@ -162,11 +162,11 @@ def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
         return True
     if device.role == OTHER:
         return False
-    own, place = _get_card(device), (_get_function(device), port.port)
+    card, place = _get_card(device), (_get_function(device), port.port)
     kin = [(d, p) for d, p in _list_ports(facts.devices) if (d.model, d.board) == (device.model, device.board)]
-    if not any(_get_card(d) == own and p.state == "ACTIVE" for d, p in kin):
+    if not any(_get_card(d) == card and p.state == "ACTIVE" for d, p in kin):
         return True
-    twins = [p.state == "ACTIVE" for d, p in kin if _get_card(d) != own and (_get_function(d), p.port) == place]
+    twins = [p.state == "ACTIVE" for d, p in kin if _get_card(d) != card and (_get_function(d), p.port) == place]
     return 2 * sum(twins) > len(twins)
 
 
@@ -182,7 +182,7 @@ def _check_bond(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Report a bond (RoCE LAG) with members that are down: the port stays ACTIVE at the rate of one member."""
     if down := [name for name, state in device.bond_members if state == "down"]:
         names, count = ", ".join(down), len(device.bond_members)
-        status, seen = by_loss(len(down) / count), tuple(f"/sys/class/net/{name}/operstate: down" for name in down)
+        status, seen = rate_loss(len(down) / count), tuple(f"/sys/class/net/{name}/operstate: down" for name in down)
         yield _report_port("rdma.port.rate bond", device, port, status, seen, names=names, down=len(down), count=count)
 
 
@@ -197,16 +197,16 @@ def _compare_rates(members: Ports) -> Iterator[Finding]:
             yield _report_port("rdma.port.rate lanes", device, port)
         elif rate and rate < best:
             yield _report_port(
-                "rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
+                "rdma.port.rate", device, port, rate_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
             )
 
 
 def _compare_mtus(members: Ports) -> Iterator[Finding]:
     """Report a port whose MTU differs from most ports of the same model."""
-    known = [(d, p) for d, p in members if p.link_layer == "Ethernet" and p.netdev_mtu_bytes]
-    usual, count = next(iter(Counter(port.netdev_mtu_bytes for _, port in known).most_common(1)), (None, 0))
-    for device, port in known:
-        if port.netdev_mtu_bytes != usual and 2 * count > len(known):
+    ports = [(d, p) for d, p in members if p.link_layer == "Ethernet" and p.netdev_mtu_bytes]
+    usual, count = next(iter(Counter(port.netdev_mtu_bytes for _, port in ports).most_common(1)), (None, 0))
+    for device, port in ports:
+        if port.netdev_mtu_bytes != usual and 2 * count > len(ports):
             yield _report_port("rdma.mtu.mismatch", device, port, count=count, usual=usual)
 
 
@@ -215,8 +215,8 @@ def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     active = [(d, p) for d, p in _list_ports(devices) if p.state == "ACTIVE" and p.link_layer]
     layers = sorted({port.link_layer for _, port in active if port.link_layer})
     if len(layers) > 1:
-        seen = tuple(f"{locate_port(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
-        yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", seen, layers=" and ".join(layers))
+        evidence = tuple(f"{locate_port(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
+        yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", evidence, layers=" and ".join(layers))
     groups = [
         [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
         for members in _group_alike(devices)
@@ -226,9 +226,9 @@ def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     if split or len({mtu for mtu, _ in common}) > 1:
         ports = [port for group in groups for port in group]
         mtus = sorted({port.netdev_mtu_bytes for port in ports if port.netdev_mtu_bytes})
-        seen = tuple(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}" for port in ports[:EVIDENCE_MAX])
+        evidence = tuple(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}" for port in ports[:EVIDENCE_MAX])
         listed = ", ".join(map(str, mtus))
-        yield finding(TEXTS, "rdma.mtu.mismatch mixed", None, "", seen, mtus=listed)
+        yield finding(TEXTS, "rdma.mtu.mismatch mixed", None, "", evidence, mtus=listed)
 
 
 def _compare_firmware(facts: RdmaFacts) -> Iterator[Finding]:
@@ -236,11 +236,11 @@ def _compare_firmware(facts: RdmaFacts) -> Iterator[Finding]:
     for device in facts.devices:
         if device.board and device.firmware:
             versions.setdefault(device.board, set()).add(device.firmware)
-    for board, found in versions.items():
-        if len(found) > 1:
-            seen = tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board)
-            listed = ", ".join(sorted(found))
-            yield finding(TEXTS, "rdma.firmware.mixed", None, board, seen, board=board, versions=listed)
+    for board, releases in versions.items():
+        if len(releases) > 1:
+            evidence = tuple(f"{SYSFS}/{d.name}/fw_ver: {d.firmware}" for d in facts.devices if d.board == board)
+            listed = ", ".join(sorted(releases))
+            yield finding(TEXTS, "rdma.firmware.mixed", None, board, evidence, board=board, versions=listed)
 
 
 def _check_memlock(facts: RdmaFacts) -> Iterator[Finding]:
@@ -248,9 +248,9 @@ def _check_memlock(facts: RdmaFacts) -> Iterator[Finding]:
     if proof is None or proof.failed_bytes is None:
         return
     no_memory = "errno 12" in (proof.error or "")  # ENOMEM: the kernel refused to lock more than RLIMIT_MEMLOCK
-    why = "the memlock limit binds, and NCCL's buffers of 4 MiB and more do not fit" if no_memory else proof.error
+    reason = "the memlock limit binds, and NCCL's buffers of 4 MiB and more do not fit" if no_memory else proof.error
     status = Status.FAIL if no_memory else Status.UNKNOWN
-    yield finding(TEXTS, "rdma.memlock.registration", status, proof.device, proof=proof, why=why)
+    yield finding(TEXTS, "rdma.memlock.registration", status, proof.device, proof=proof, why=reason)
 
 
 def subject(device: RdmaDevice, port: RdmaPort) -> str:
@@ -281,25 +281,25 @@ def check_gids(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Check whether the port has RoCE v2, and whether NCCL would select it."""
     if port.link_layer != "Ethernet" or not port.gids_known:
         return
-    where = f"{locate_port(device, port)}/gid_attrs/types"
-    listed = tuple(f"{where}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
+    folder = f"{locate_port(device, port)}/gid_attrs/types"
+    listed = tuple(f"{folder}/{gid.index}: {gid.type or 'unknown'} ({gid.gid})" for gid in port.gids[:8])
     best, choice = find_rocev2_gid_index(port), find_nccl_gid_index(port)
     if best is None:
         unknown = bool(port.gids) and all(gid.type is None for gid in port.gids)
         status = Status.UNKNOWN if unknown else Status.FAIL
         key = "rdma.gid.missing_rocev2" + " unknown" * unknown
-        yield _report_port(key, device, port, status, listed or (f"{where}: no used entry",))
+        yield _report_port(key, device, port, status, listed or (f"{folder}: no used entry",))
         return
-    chosen = next((gid for gid in port.gids if gid.index == choice), None)
+    selected = next((gid for gid in port.gids if gid.index == choice), None)
     v4 = any(find_ipv4(gid) for gid in port.gids)
     v6 = any(gid.type == ROCE_V2 and not find_ipv4(gid) and not is_link_local(gid) for gid in port.gids)
     reach = "ipv4" if v4 else "ipv6" if v6 else "local"
     remedy = WORDS["gid_remedy"][reach].format(best=best)
     place = WORDS["gid_place"][reach].format(best=best)
     values = {"choice": choice, "place": place, "remedy": remedy}
-    if chosen is None or chosen.type != ROCE_V2:
+    if selected is None or selected.type != ROCE_V2:
         # an empty entry cannot connect; RoCE v1 works within one subnet
-        status, kind = (Status.WARN, chosen.type) if chosen else (Status.FAIL, "empty")
+        status, kind = (Status.WARN, selected.type) if selected else (Status.FAIL, "empty")
         yield _report_port("rdma.gid.choice", device, port, status, listed, kind=kind, **values)
     elif not v4:
         yield _report_port("rdma.gid.no_ipv4" + " routed" * v6, device, port, None, listed, **values)
@@ -317,7 +317,7 @@ def check_mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Report a port whose MTU could be larger."""
     active = port.active_mtu_bytes
     if port.link_layer == "Ethernet" and active and active < ROCE_FULL_MTU_BYTES:
-        status = by_loss(1.0 - _compute_payload_share(active) / _compute_payload_share(ROCE_FULL_MTU_BYTES))
+        status = rate_loss(1.0 - _compute_payload_share(active) / _compute_payload_share(ROCE_FULL_MTU_BYTES))
         yield _report_port("rdma.mtu.small", device, port, status)
 
 
@@ -328,30 +328,30 @@ def check_flow(facts: RdmaFacts) -> Iterator[Finding]:
         for device, port in _list_ports(facts.devices)
         if port.state == "ACTIVE" and port.link_layer == "Ethernet" and device.kind == "hca"
     ]
-    known = [(device, port) for device, port in roce if port.pfc_priorities is not None]
-    if roce and not known:
+    readable = [(device, port) for device, port in roce if port.pfc_priorities is not None]
+    if roce and not readable:
         names = ", ".join(port.netdev or "no netdev" for _, port in roce)
         yield finding(TEXTS, "rdma.pfc.off unknown", names=names)
     for members in _group_alike(facts.devices):  # ports of another board may serve storage, on another fabric
-        ports = [port for device, port in members if (device, port) in known]
+        ports = [port for device, port in members if (device, port) in readable]
         often = Counter(port.pfc_priorities for port in ports).most_common()
         if len(often) > 1:
-            (usual, most), (_, next_most), *_ = often
+            (usual, largest), (_, next_most), *_ = often
             ports.sort(key=lambda port: port.pfc_priorities == usual)
-            odd = [port.netdev or "a port" for port in ports if port.pfc_priorities != usual and most > next_most]
-            few = f": {some(odd, most=4)} unlike the others" if odd else ""
-            seen, model = _list_evidence(ports), members[0][0].model or "one board"
-            yield finding(TEXTS, "rdma.pfc.mixed", None, "", seen, model=model, few=few, total=len(ports))
-    if known and not any(port.pfc_priorities for _, port in known):
-        yield _report_no_flow_control([port for _, port in known])
+            odd = [port.netdev or "a port" for port in ports if port.pfc_priorities != usual and largest > next_most]
+            few = f": {some(odd, limit=4)} unlike the others" if odd else ""
+            evidence, model = _list_evidence(ports), members[0][0].model or "one board"
+            yield finding(TEXTS, "rdma.pfc.mixed", None, "", evidence, model=model, few=few, total=len(ports))
+    if readable and not any(port.pfc_priorities for _, port in readable):
+        yield _report_no_flow_control([port for _, port in readable])
 
 
 def _report_no_flow_control(ports: list[RdmaPort]) -> Finding:
     unmarked = [port for port in ports if port.ecn is False]
     if not unmarked:
         return finding(TEXTS, "rdma.pfc.off", None, "", _list_evidence(ports))
-    seen = (*_list_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
-    return finding(TEXTS, "rdma.pfc.off unmarked", None, "", seen, count=len(unmarked))
+    evidence = (*_list_evidence(ports), *(f"/sys/class/net/{port.netdev}/ecn/roce_np/enable: 0" for port in unmarked))
+    return finding(TEXTS, "rdma.pfc.off unmarked", None, "", evidence, count=len(unmarked))
 
 
 def _list_evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:

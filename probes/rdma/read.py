@@ -51,8 +51,8 @@ def read(host: Host) -> RdmaFacts:
 def _read_devices(host: Host) -> tuple[RdmaDevice, ...]:
     listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
     nodes = {device: node for device, node in listed if device}  # RDMA device -> name of its device node
-    found = sorted(sysfs.names(host, DEVICES), key=make_sort_key)[:DEVICES_MAX]
-    return tuple(_read_device(host, name, nodes) for name in found)
+    names = sorted(sysfs.names(host, DEVICES), key=make_sort_key)[:DEVICES_MAX]
+    return tuple(_read_device(host, name, nodes) for name in names)
 
 
 def _read_device(host: Host, name: str, nodes: dict[str, str]) -> RdmaDevice:
@@ -123,7 +123,7 @@ def _read_members(host: Host, bond: str | None) -> tuple[tuple[str, str | None],
 def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
     """Read one port; every attribute is optional."""
     folder = f"{device_folder}/ports/{number}"
-    gids, known = read_gids(host, folder)
+    gids, all_read = read_gids(host, folder)
     netdev = _find_netdev(host, device_folder, number) or next((g.netdev for g in gids if g.netdev), None)
     mtu = sysfs.number(host, f"/sys/class/net/{netdev}/mtu") if netdev and sysfs.NAME.fullmatch(netdev) else None
     link_layer = sysfs.text(host, f"{folder}/link_layer")
@@ -142,7 +142,7 @@ def read_port(host: Host, device_folder: str, number: int) -> RdmaPort:
         active_mtu_bytes=compute_roce_mtu(mtu) if link_layer == "Ethernet" else None,
         netdev_mtu_bytes=mtu,
         gids=gids,
-        gids_known=known,
+        gids_known=all_read,
         counters=counters,
         pfc_priorities=tuple(n for n in range(8) if pfc >> n & 1) if isinstance(pfc, int) else None,
         trust=_read_trust(host, device_folder, netdev, link_settings),
@@ -180,8 +180,8 @@ def _split_dscp(link_settings: dict[str, Json]) -> tuple[tuple[int, int], ...] |
 
 def parse_rate(value: str | None) -> float | None:
     """Parse "400 Gb/sec (4X NDR)" into bytes per second."""
-    found = re.match(r"(\d{1,6}(?:\.\d{1,3})?) Gb/sec", value or "", re.ASCII)
-    return float(found[1]) * 1e9 / 8 if found else None
+    match = re.match(r"(\d{1,6}(?:\.\d{1,3})?) Gb/sec", value or "", re.ASCII)
+    return float(match[1]) * 1e9 / 8 if match else None
 
 
 def compute_roce_mtu(netdev_mtu_bytes: int | None) -> int | None:
@@ -206,13 +206,13 @@ def _find_netdev(host: Host, device_folder: str, number: int) -> str | None:
 
 
 def _read_counters(host: Host, folder: str) -> dict[str, int] | None:
-    found: dict[str, int] = {}
+    counters: dict[str, int] = {}
     for group in ("counters", "hw_counters"):
         for name in sysfs.names(host, f"{folder}/{group}")[:COUNTERS_MAX]:
             value = sysfs.number(host, f"{folder}/{group}/{name}")
             if value is not None and name != "lifespan":  # refresh period of the other counters, in milliseconds
-                found[name] = value
-    return found or None
+                counters[name] = value
+    return counters or None
 
 
 def _read_ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -> bool | None:
@@ -223,17 +223,17 @@ def _read_ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -
         return None
     folder = f"/sys/class/net/{netdev}/ecn/roce_np/enable"
     values = [sysfs.number(host, f"{folder}/{priority}") for priority in range(8)]
-    known = [value for value in values if value is not None]
-    return any(known) if known else None
+    answers = [value for value in values if value is not None]
+    return any(answers) if answers else None
 
 
 def _read_traffic_class(host: Host, device_folder: str, number: int) -> int | None:
     """Return MLNX_OFED's "Global tclass=106", else rdma_cm's default for the port."""
-    found = re.search(
+    match = re.search(
         r"tclass=(\d{1,3})\b", sysfs.text(host, f"{device_folder}/tc/{number}/traffic_class") or "", re.ASCII
     )
-    if found:
-        return int(found[1])
+    if match:
+        return int(match[1])
     name = device_folder.rpartition("/")[2]
     return sysfs.number(host, f"/sys/kernel/config/rdma_cm/{name}/ports/{number}/default_roce_tos")
 
@@ -265,8 +265,8 @@ def prove_memlock(host: Host, device: str, *, limit_bytes: int = LIMIT_BYTES) ->
         try:
             host.verbs("register", device, size)
         except OSError as error:
-            why = f"errno {error.errno}: {error.strerror or error}"
-            return MemlockProof(device=device, registered_bytes=done, failed_bytes=size, error=why)
+            reason = f"errno {error.errno}: {error.strerror or error}"
+            return MemlockProof(device=device, registered_bytes=done, failed_bytes=size, error=reason)
         done, size = size, size * 4
     return MemlockProof(device=device, registered_bytes=done)
 
@@ -286,8 +286,8 @@ def read_gids(host: Host, folder: str) -> tuple[tuple[Gid, ...], bool]:
         value = sysfs.text(host, f"{folder}/gids/{index}")
         if value is not None and value.strip("0:"):
             attributes = {"type": f"gid_attrs/types/{index}", "netdev": f"gid_attrs/ndevs/{index}"}
-            known = {name: sysfs.text(host, f"{folder}/{path}") for name, path in attributes.items()}
-            gids.append(Gid(index=index, gid=value, **known))
+            members = {name: sysfs.text(host, f"{folder}/{path}") for name, path in attributes.items()}
+            gids.append(Gid(index=index, gid=value, **members))
             used = place
         elif place - used >= HOLE_MAX:
             break

@@ -62,7 +62,7 @@ def test_a_stopped_run_is_no_pass_and_what_had_failed_stays_a_failure(status, st
 def test_require_marks_what_it_matches_and_adds_what_was_never_judged() -> None:
     """A required check that no probe judged is unknown, not forgotten."""
     chosen = select(
-        [check("pass", "rdma.port.down")], require=("rdma.*",), known=("rdma.port.down", "rdma.memlock.low")
+        [check("pass", "rdma.port.down")], require=("rdma.*",), codes=("rdma.port.down", "rdma.memlock.low")
     )
     assert {(c.code, c.status, c.required) for c in chosen} == {
         ("rdma.port.down", "pass", True),

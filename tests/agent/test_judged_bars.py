@@ -280,7 +280,7 @@ def searched(
     draw = random.Random(1)
     fleet = Fleet(domains=[""] * count, sigma=0.005, draw=draw, own=[1.0] * count, faults=faults, links=links)
     found = Search(fleet.domains)
-    while tests := found.next_round():
+    while tests := found.plan_round():
         found.report([fleet.run(test, set()) for test in tests])
     hosts = [HOSTILE if node == 3 else f"gpu-{node}" for node in range(count)]
     return combine_passes([found], hosts, began=1.7e9, seconds=60.0, node_minutes=8.0)

@@ -259,7 +259,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     """With the evidence; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
-    written = build_job_plan(advice, overrides=DATA, found=found)
+    written = build_job_plan(advice, overrides=DATA, hosts=found)
     (tmp_path / "plan.json").write_text(dump_plan(written))
     plan = read_plan(tmp_path / "plan.json")
     assert plan == written

@@ -35,7 +35,7 @@ def run(domains, fleet, rails=1, planned=None, alone=lambda node, _round: 1 + no
     `alone(node, round)` are the seconds of a node's matrix product; `instead` has the outcomes of whole rounds.
     """
     found = Search(domains, rails=rails)
-    while tests := found.next_round():
+    while tests := found.plan_round():
         if planned is not None:
             planned += tests
         outcomes = []
@@ -109,7 +109,7 @@ def test_a_chance_event_and_a_small_deviation_are_no_fault():
         noise = 1 + ((a * 7 + b * 3 + found.round * 5) % 9) / 3000
         return noise * ((1.3 if found.round == 3 else 1.016) if b == 3 else 1.0)
 
-    while tests := found.next_round():
+    while tests := found.plan_round():
         alone = [
             Outcome(alone=tuple((node, "GPU0 matmul", 1 + node % 3 / 100) for node in test.nodes)) for test in tests
         ]
@@ -170,7 +170,7 @@ def test_a_journal_resumes_after_a_node_was_lost(tmp_path):
     first.lost[7] = "did not join"
     for outcome in ({"alone": tuple((node, "rank 0 matmul", 1.0) for node in range(7))},
                     {"stuck": ((5, 6), (4, 5)), "lost": {5: "no heartbeat for 20 s"}}):  # fmt: skip
-        lost, tests = dict(first.lost), first.next_round()
+        lost, tests = dict(first.lost), first.plan_round()
         outcomes = [Outcome(**outcome)] + [Outcome()] * (len(tests) - 1)
         first.report(outcomes)
         rows.append(cattrs.unstructure({"tests": tests, "outcomes": outcomes, "lost": lost}))
@@ -179,7 +179,7 @@ def test_a_journal_resumes_after_a_node_was_lost(tmp_path):
     before = journal.read_text()
     again = resume(header, read_journal(journal))
     assert again.lost == first.lost and again.lost.keys() == {5, 7}
-    assert again.next_round() == first.next_round() and again.round == 3
+    assert again.plan_round() == first.plan_round() and again.round == 3
     assert journal.read_text() == before, "a reader changes nothing"
     assert resume(header, rows[1:]) is None, "a journal that the planner does not follow"
 

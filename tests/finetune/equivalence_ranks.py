@@ -29,7 +29,7 @@ from finetune.model import build_model
 from finetune.parallel import Engine, build_mesh
 from finetune.rows import Loader, load_tokenizer, prepare
 from finetune.verify import compare, observe
-from finetune.weights import fill, place, source_of
+from finetune.weights import fill, open_source, place
 
 SEQUENCES = 16  # per optimizer step
 STEPS = 2
@@ -72,7 +72,7 @@ def run(case, layout, mesh, stored=None):
         model = build_model(config, layout.precision)
     else:
         model = filled_model(config, stored).float()
-    engine = Engine(model, layout, torch.device("cpu"), mesh, fill=partial(fill, source_of(config), config.seed))
+    engine = Engine(model, layout, torch.device("cpu"), mesh, fill=partial(fill, open_source(config), config.seed))
     got = observe(engine) if mesh else None
     named = engine.named_parameters()
     randomise_lora_b(named)

@@ -3,11 +3,11 @@
 import torch
 
 from finetune.model import build_model
-from finetune.weights import fill, source_of
+from finetune.weights import fill, open_source
 
 
 def filled_model(config, precision="fp32", note=lambda _text: None):
     """Whole, on the CPU."""
     model = build_model(config, precision, note)
-    fill(source_of(config), config.seed, model, torch.device("cpu"))
+    fill(open_source(config), config.seed, model, torch.device("cpu"))
     return model

@@ -26,7 +26,7 @@ from finetune import checkpoint
 from finetune.model import build_model
 from finetune.parallel import Engine, build_mesh
 from finetune.recorder import EXACT_BYTES, forget_highest_rss, return_freed
-from finetune.weights import fill, source_of
+from finetune.weights import fill, open_source
 
 
 def anonymous(statm):
@@ -78,7 +78,7 @@ def run(case, world, folder):
     mesh = build_mesh(layout, cpu)
     with watched() as loading:
         model = build_model(config, layout.precision)
-        engine = Engine(model, layout, cpu, mesh, fill=partial(fill, source_of(config), config.seed))
+        engine = Engine(model, layout, cpu, mesh, fill=partial(fill, open_source(config), config.seed))
         del model
     told = {"loading": loading[0]}
     if case.get("export"):

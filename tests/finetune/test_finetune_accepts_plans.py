@@ -12,8 +12,8 @@ from rigs.tables import each_row, rows_of
 from test_finetune_equivalence import LAYOUTS, cases_of
 
 from contracts.layout import TRAINED, Layout
-from finetune.parallel import refusals
-from hardware.gpus import gpu_named
+from finetune.parallel import list_refusals
+from hardware.gpus import find_gpu
 from hardware.machines import catalogue
 from planner.forecast import machines
 from planner.forecast.compute import Job, cpu_rates
@@ -28,7 +28,7 @@ from topology.build import build
 from topology.graph import ClusterTopology
 
 rows = rows_of(__file__)
-NVIDIA = [row.name for row in catalogue() if (gpu := gpu_named(row.gpu)) and gpu.maker == "NVIDIA"]
+NVIDIA = [row.name for row in catalogue() if (gpu := find_gpu(row.gpu)) and gpu.maker == "NVIDIA"]
 MACHINES = [("p5.48xlarge", 1), ("p5.48xlarge", 2), ("p5.48xlarge", 4), ("2xa40-roce", 2), ("4xl40s", 1)]
 MODELS = {
     **{name: model_named(name) for name in ("Llama-3.1-8B", "Llama-3.1-70B", "tiny-llama")},
@@ -44,7 +44,7 @@ def reasons(layout, model, method, **more):
         intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings, sliding_window=model.sliding_window,
         quantization_config={} if method == "qlora" else None, **more,
     )  # fmt: skip
-    return refusals(layout, config, lora=method != "full")
+    return list_refusals(layout, config, lora=method != "full")
 
 
 def questions(count):
@@ -83,9 +83,9 @@ def test_sequence_parallelism_is_refused_where_a_mask_is_built(shape, says):
     given = SimpleNamespace(
         num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4, intermediate_size=128, **shape
     )
-    why = refusals(Layout(world_size=2, tp=2, sequence_parallel=True), given, lora=False)
+    why = list_refusals(Layout(world_size=2, tp=2, sequence_parallel=True), given, lora=False)
     assert [says in one for one in why] == ([True] if says else []), why
-    assert refusals(Layout(world_size=2, tp=2), given, lora=False) == []
+    assert list_refusals(Layout(world_size=2, tp=2), given, lora=False) == []
 
 
 def combinations(layout, method, packing):

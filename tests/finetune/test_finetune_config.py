@@ -42,8 +42,8 @@ def test_a_config_of_older_releases_reads_as_it_stands():
 def test_trl_s_parser_gets_todays_names_and_nothing_that_the_layout_holds():
     """Liger's older name too; what the plan's layout says is left out."""
     raw = {"use_liger": True, "max_seq_length": 8, "bf16": True, "per_device_train_batch_size": 2, "warmup_ratio": 0.1}
-    assert trl.trl_settings(raw, {}) == {"use_liger_kernel": True, "max_length": 8, "warmup_steps": 0.1}
-    assert trl.trl_settings({"max_seq_length": 8, "max_length": None}, {}) == {"max_length": 8}
+    assert trl.make_trl_settings(raw, {}) == {"use_liger_kernel": True, "max_length": 8, "warmup_steps": 0.1}
+    assert trl.make_trl_settings({"max_seq_length": 8, "max_length": None}, {}) == {"max_length": 8}
 
 
 @each_row("order", [1, -1])

@@ -7,7 +7,7 @@ from test_finetune_equivalence import HERE, run_script
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from contracts.job_config import ConfigError, JobConfig
-from finetune.weights import source_of
+from finetune.weights import open_source
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -88,4 +88,4 @@ def test_a_weight_that_the_files_lack_is_named(loaded):
     """Never drawn at random in its place."""
     config = JobConfig(model_name_or_path=str(loaded[0] / "base"))
     with pytest.raises(ConfigError, match=r"hold no model\.layers\.12\.input_layernorm\.weight"):
-        source_of(config).read("model.layers.12.input_layernorm.weight")
+        open_source(config).read("model.layers.12.input_layernorm.weight")

@@ -9,7 +9,7 @@ from rigs.command import interpreter
 from rigs.tables import each_row
 from test_finetune_equivalence import HERE
 
-from finetune.recorder import LIGHTER, ran_out
+from finetune.recorder import LIGHTER, is_out_of_memory
 
 pytestmark = pytest.mark.long
 
@@ -70,4 +70,4 @@ def test_memory_that_runs_out_is_an_end_of_its_own_and_the_settings_named_instea
 )
 def test_other_errors_are_no_lack_of_memory(error, is_memory):
     """A fault of the program stays one."""
-    assert ran_out(error) is is_memory
+    assert is_out_of_memory(error) is is_memory

@@ -30,7 +30,7 @@ from finetune import train
 from finetune.checkpoint import start_moments, training_state
 from finetune.loop import build_schedule, clip_gradients
 from finetune.model import attend, build_model, causal_lm, cut, find_documents
-from finetune.parallel import parallelize, refusals, stage_bounds
+from finetune.parallel import list_refusals, parallelize, stage_bounds
 from finetune.recorder import measure_communication
 from finetune.rows import IGNORED, collate, load_tokenizer, pack, prepare
 from planner.forecast.engine import share_of
@@ -236,7 +236,7 @@ def test_layouts_that_cannot_run_have_a_reason(members, lora, word):
     """Refused before anything is built; the reason names the member."""
     world = math.prod(members.get(n, 1) for n in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
     shape = build_model(JobConfig(model_name_or_path="random:micro-llama"), "fp32").config
-    why = refusals(Layout(**{"world_size": world, "precision": "fp32", **members}), shape, lora)
+    why = list_refusals(Layout(**{"world_size": world, "precision": "fp32", **members}), shape, lora)
     assert len(why) == 1
     assert word in why[0]
 

@@ -12,7 +12,7 @@ from agent.terminal.measured import describe_run
 from contracts import run_record
 from contracts.job_config import JobPlan, RunForecast
 from contracts.layout import Layout
-from contracts.run_record import compare, own_exit_code, record_of
+from contracts.run_record import compare, read_exit_code, record_of
 from finetune import post
 from finetune.recorder import Recorder
 
@@ -43,7 +43,7 @@ def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, began, 
     path = tmp_path / "run.json"
     if written is not None:
         path.write_text(json.dumps(written))
-    assert own_exit_code(path, torchrun, began) == told
+    assert read_exit_code(path, torchrun, began) == told
 
 
 def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):

@@ -12,7 +12,7 @@ import yaml
 from pydantic import TypeAdapter
 from rigs.tables import ROOT, each_row
 
-from hardware.gpus import gpu_named, gpus, links, model_of, nvlink, refuses_peers, soldered, without_gdr
+from hardware.gpus import find_gpu, find_model, gpus, links, nvlink, refuses_peers, soldered, without_gdr
 from hardware.machines import machines as rows
 from hardware.nics import fastest, is_efa, is_virtual, models, nics
 from planner.forecast import machines
@@ -37,9 +37,9 @@ def test_every_row_has_a_name_of_its_own_and_a_source(table: Path) -> None:
 @each_row("gpu", gpus(), ids=lambda gpu: gpu.name)
 def test_a_gpu_is_found_by_its_own_name_and_its_pci_ids(gpu) -> None:
     """A general pattern above a special one would hide it."""
-    assert gpu_named(gpu.name) == gpu
-    assert all(gpu_named(name) == gpu for name in gpu.pci.values())
-    assert all(model_of(0x10DE, number) == (name, gpu.compute_capability) for number, name in gpu.pci.items())
+    assert find_gpu(gpu.name) == gpu
+    assert all(find_gpu(name) == gpu for name in gpu.pci.values())
+    assert all(find_model(0x10DE, number) == (name, gpu.compute_capability) for number, name in gpu.pci.items())
 
 
 @each_row("row", [*gpus(), *links(), *nics(), *rows()], ids=lambda row: row.name)
@@ -70,7 +70,7 @@ def test_nccl_plans_below_the_wire() -> None:
 @each_row(("name", "built_with_nvlink", "no_peers", "grace"), NAMES["names"])
 def test_what_a_drivers_name_says(name: str, built_with_nvlink: bool, no_peers: bool, grace: bool) -> None:
     assert (soldered(name), refuses_peers(name)) == (built_with_nvlink, no_peers)
-    assert bool(gpu_named(name) and gpu_named(name).grace) == grace
+    assert bool(find_gpu(name) and find_gpu(name).grace) == grace
 
 
 def test_gpus_without_gpudirect_rdma() -> None:
@@ -139,7 +139,7 @@ def test_no_table_outside_hardware_is_keyed_by_a_gpu(package: str) -> None:
 @each_row(("name", "teraflops"), NAMES["peaks"])
 def test_a_peak_is_that_of_the_whole_name(name: str, teraflops: float | None) -> None:
     """GB200 is no B200, A10G no A10, and L40 no L4; before Ampere there is no bf16."""
-    gpu = gpu_named(name)
+    gpu = find_gpu(name)
     assert gpu is not None and (gpu.peak_bf16 / 1e12 if gpu.bf16 else None) == teraflops
 
 
@@ -153,7 +153,7 @@ def test_links_of_pairs_that_differ_are_what_the_gpus_have() -> None:
         assert row.nvlinks == tuple(zip(*row.nvlinks, strict=True))
         assert all(row.nvlinks[i][i] == 0 for i in range(row.gpus))
         assert (counts, row.all_to_all) == (set(row.links_per_pair), False)
-        gpu = gpu_named(row.gpu)
+        gpu = find_gpu(row.gpu)
         assert gpu is not None and all(sum(line) <= gpu.links for line in row.nvlinks)
 
 

@@ -107,15 +107,15 @@ def test_weights_are_never_unpickled(tmp_path):
 
     tests/finetune/test_finetune_hub.py and _config.py show that code of a model is not run.
     """
-    from finetune.weights import source_of
+    from finetune.weights import open_source
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
-        source_of(JobConfig(model_name_or_path=str(tmp_path)))
+        open_source(JobConfig(model_name_or_path=str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"\x80\x04cposix\nsystem\n(X\x05\x00\x00\x00false\x85R.")
     with pytest.raises(ConfigError, match=r"/model\.safetensors: "):
-        source_of(JobConfig(model_name_or_path=str(tmp_path)))
+        open_source(JobConfig(model_name_or_path=str(tmp_path)))
 
 
 rows = rows_of(__file__)

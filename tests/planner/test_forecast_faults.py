@@ -13,7 +13,7 @@ from agent.advice.advise import Request
 from agent.checks.verdict import build_view
 from contracts.finding import Finding, Status
 from contracts.layout import Layout
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from planner.advice import Recommendation
 from planner.forecast import machines
 from planner.forecast.compute import Job, gpu_rates
@@ -214,7 +214,7 @@ def test_a_board_of_fewer_watts_multiplies_less_and_is_no_fault() -> None:
     assert "a board of 500 W, the data sheet's has 700: 85% of its rate" in " ".join(fewer.chosen.forecast.inputs)
 
 
-GB300 = gpu_named("NVIDIA GB300")
+GB300 = find_gpu("NVIDIA GB300")
 RATES = gpu_rates(GB300, TrainSpec(), engine_named("trl"), "bf16")
 
 

@@ -6,7 +6,7 @@ import pytest
 from rigs.tables import each_row, rows_of
 
 from contracts.layout import Layout
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.units import GIB
 from planner.forecast.compute import Job, cpu_rates, gpu_rates
 from planner.forecast.engine import share_of
@@ -263,7 +263,7 @@ def test_ddp_stores_all_gradients_in_addition_to_the_activations(precision):
 
 def test_in_fp32_offload_and_tensor_parallelism_move_wider_words() -> None:
     """Half-precision weights go back to the GPU in two bytes each, fp32 ones in four."""
-    gpu, engine = gpu_named("NVIDIA H100 80GB HBM3"), engine_named("deepspeed")
+    gpu, engine = find_gpu("NVIDIA H100 80GB HBM3"), engine_named("deepspeed")
     job = Job(model=SMALL, train=SHORT, links=LINKS, rates=gpu_rates(gpu, SHORT, engine, "bf16"), engine=engine)
     half = Layout(world_size=8, dp_shard=8, sharding="zero2", offload="optimizer")
     tensor = Layout(world_size=8, tp=8)

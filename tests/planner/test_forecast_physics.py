@@ -9,7 +9,7 @@ import pytest
 from rigs.tables import each_row
 
 from contracts.layout import Layout
-from hardware.gpus import gpu_named
+from hardware.gpus import find_gpu
 from hardware.units import GIB
 from planner.explain import link_of, sigmas_of_rates
 from planner.forecast.calibration import SIGMAS
@@ -38,7 +38,7 @@ def links(nodes: int, network: float = 340 * GB) -> Links:
 
 def job(given: Links, train: TrainSpec = FULL, engine: str = "topoflight") -> Job:
     """The model on H100s."""
-    gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine)
+    gpu, runs = find_gpu("NVIDIA H100 80GB HBM3"), engine_named(engine)
     return Job(model=MODEL, train=train, links=given, rates=gpu_rates(gpu, train, runs, "bf16"), engine=runs)
 
 
@@ -392,9 +392,9 @@ def test_latent_attention_goes_through_its_ranks() -> None:
 ])  # fmt: skip
 def test_attention_runs_at_the_rate_of_its_kernel_on_this_gpu(gpu, engine, attention, measured) -> None:
     """TFLOP/s that kernels were measured with (constants.toml); an H20 multiplies at its best rate all the time."""
-    rates = gpu_rates(gpu_named(gpu), replace(FULL, attention=attention), engine_named(engine), "bf16")
+    rates = gpu_rates(find_gpu(gpu), replace(FULL, attention=attention), engine_named(engine), "bf16")
     assert rates.attention == pytest.approx(measured * 1e12, rel=0.01)
-    assert (rates.gemm == gpu_named(gpu).matmul_bf16) == ("H20" in gpu.split())
+    assert (rates.gemm == find_gpu(gpu).matmul_bf16) == ("H20" in gpu.split())
 
 
 SLOW = Speed(bytes_per_second=1e9, how="measured", link="TCP")
@@ -405,7 +405,7 @@ def parts_on_a_slow_network(
     model: ModelSpec, layout: Layout, engine: str | Engine, train: TrainSpec = FULL
 ) -> StepParts:
     """One GPU per node, all traffic over 1 GB/s and nothing lost to starting it."""
-    gpu, runs = gpu_named("NVIDIA H100 80GB HBM3"), engine_named(engine) if isinstance(engine, str) else engine
+    gpu, runs = find_gpu("NVIDIA H100 80GB HBM3"), engine_named(engine) if isinstance(engine, str) else engine
     links = Links(
         ranks_per_node=1, nodes=layout.world_size, island_size=1, island=SLOW, node=SLOW, network=SLOW,
         alpha_intra_seconds=0.0, alpha_inter_seconds=0.0,
@@ -482,7 +482,7 @@ def test_a_captured_step_waits_for_no_kernel_launch_and_overlaps_all_to_alls_wit
     layout = Layout(world_size=8, dp_shard=8, ep=8, sharding="zero1", precision="mxfp8", gradient_accumulation=8)
     fast = replace(SLOW, bytes_per_second=400e9)
     links = Links(ranks_per_node=4, nodes=2, island_size=4, island=fast, node=fast, network=fast)
-    rates = gpu_rates(gpu_named("NVIDIA GB200"), FULL, engine, "mxfp8")
+    rates = gpu_rates(find_gpu("NVIDIA GB200"), FULL, engine, "mxfp8")
     job = Job(model=EXPERTS, train=replace(FULL, sequence_length=512), links=links, rates=rates, engine=engine)
     older = replace(engine, cuda_graph_arguments=(), overlaps_without_pipeline=False)
     plain = step_parts(replace(job, engine=older), layout)
@@ -498,7 +498,7 @@ def test_a_captured_step_computes_latent_attention_in_mxfp8_on_compute_capabilit
     """NVIDIA's recipes set fp8_dot_product_attention there, and only there; other heads are no faster in MXFP8."""
     layout = Layout(world_size=8, dp_shard=8, ep=8, sharding="zero1", precision="mxfp8", gradient_accumulation=8)
     engine = engine_named("megatron")
-    rates = gpu_rates(gpu_named(gpu), FULL, engine, "mxfp8")
+    rates = gpu_rates(find_gpu(gpu), FULL, engine, "mxfp8")
     for model, ratio in ((replace(DEEPSEEK_V3, dense_layers=0), speed), (GPT_OSS, 1.0)):
         job = Job(model=model, train=FULL, links=ONE_NODE, rates=rates, engine=engine)
         older = replace(job, engine=replace(engine, cuda_graph_arguments=()))
@@ -510,7 +510,7 @@ def test_layers_with_mamba_2_count_as_their_share_of_all() -> None:
     nano, train = model_named("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"), replace(FULL, sequence_length=8192)
     assert weights(nano).total == pytest.approx(31_577_937_344, rel=5e-5)
     engine = engine_named("megatron")
-    rates = gpu_rates(gpu_named("NVIDIA H200"), train, engine, "bf16")
+    rates = gpu_rates(find_gpu("NVIDIA H200"), train, engine, "bf16")
     base = Job(model=nano, train=train, links=ONE_NODE, rates=rates, engine=engine)
     mixed, attention, mamba = (
         replace(base, model=replace(nano, mamba_layers=count)).layer(Layout(world_size=1), 8192.0)
@@ -552,7 +552,7 @@ def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
     train = replace(FULL, method="lora", lora_rank=8, lora_targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
     plain = replace(engine, merges_expert_adapters=False, expert_bytes=(0.0,) * 4)
     merged, apart = (parts_on_a_slow_network(model, layout, each, train) for each in (engine, plain))
-    rows, rates = 4096.0 * 4 / 128, gpu_rates(gpu_named("NVIDIA H100 80GB HBM3"), train, engine, "bf16")
+    rows, rates = 4096.0 * 4 / 128, gpu_rates(find_gpu("NVIDIA H100 80GB HBM3"), train, engine, "bf16")
     flops = sum(2 * rows * n * 2880 * (1 + 180 / rows + 190 / n + 220 / 2880) for n in (2 * 2880, 2880))
     assert merged.gemm - apart.gemm == pytest.approx(4 * 128 * flops / rates.gemm)
     moved = 128 * rows * (40.0 * 2880 + 56.1 * 2 * 2880) + 3 * 2 * 2.0 * weights(model).routed_per_layer

@@ -13,7 +13,7 @@ from rigs.tables import each_row, rows_of
 
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError, NamedEnvironment
-from planner.lint.sources import Reading, guess_kind, read_text, why_nothing
+from planner.lint.sources import Reading, explain_nothing, guess_kind, read_text
 
 rows = rows_of(__file__)
 
@@ -54,7 +54,7 @@ def test_what_is_not_read_is_named(text: str, says: str) -> None:
     """Never a silent zero."""
     found = reading(text)
     assert found.names() == ()
-    assert says in why_nothing(text, found)
+    assert says in explain_nothing(text, found)
 
 
 @each_row(("name", "kind"), rows("kinds"))

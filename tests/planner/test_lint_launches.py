@@ -9,7 +9,7 @@ from pathlib import Path
 from rigs.tables import each_row, rows_of
 
 from agent.cli.lint_env import lint_text
-from planner.lint.sources import read_text, why_nothing
+from planner.lint.sources import explain_nothing, read_text
 
 rows = rows_of(__file__)
 NAME = "NCCL_IB_DISABLE"
@@ -72,7 +72,7 @@ def test_settings_that_no_program_gets_are_named_and_not_judged() -> None:
 
 
 def test_a_script_whose_settings_are_comments_is_no_markdown() -> None:
-    answer = why_nothing(SLURM, read_text(SLURM, None, "a.sbatch"))
+    answer = explain_nothing(SLURM, read_text(SLURM, None, "a.sbatch"))
     assert answer.endswith("only in comments (line 5); it was read as: Slurm batch script")
 
 

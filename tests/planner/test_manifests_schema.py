@@ -341,7 +341,7 @@ def test_a_job_for_several_rails_has_the_environment_that_its_pods_would_find(ra
     names = [f"{rail.namespace}/{rail.name}" for rail in found.rails()]
     by_number = sorted(found.interfaces, key=lambda name: (len(name), name))  # ens2 before ens10
     device = "rdma/rdma_shared_device_eth"
-    given = network_manifests.attached(advice(*nodes), nodes, networks=names, interfaces=by_number, resource=device)
+    given = network_manifests.attach(advice(*nodes), nodes, networks=names, interfaces=by_number, resource=device)
     seen = advice(pod("a", rails), pod("b", rails))
     assert environment(given) == environment(seen)
     assert environment(given)["NCCL_SOCKET_IFNAME"] == ("=net1" if rails > 9 else "net1"), "net1 begins net10 as well"
@@ -354,7 +354,7 @@ def test_a_job_for_several_rails_has_the_environment_that_its_pods_would_find(ra
 
 
 def attached(nodes: Sequence[Snapshot]) -> Recommendation:
-    return network_manifests.attached(
+    return network_manifests.attach(
         advice(*nodes), nodes, networks=["default/n-1", "default/n-2"], interfaces=("ens0f0np0", "ens1f0np0"),
         resource=None,
     )  # fmt: skip
@@ -450,7 +450,7 @@ def test_the_device_plugin_looks_for_pci_netdevs(links, port, ports, master, mtu
     kinds = {document["kind"]: document["spec"] for document in documents}
     config = json.loads(kinds["NicClusterPolicy"]["rdmaSharedDevicePlugin"]["config"])
     assert (config["configList"][0]["selectors"]["ifNames"], kinds["MacvlanNetwork"]["master"]) == (ports, master)
-    assert network_manifests.seen_from_a_pod([found]) == ()
+    assert network_manifests.list_pod_netdevs([found]) == ()
     assert network_manifests.from_snapshots([found]).mtu_bytes == mtu_bytes, "a bond's own, not its member's"
 
 
@@ -488,8 +488,8 @@ def test_efa_needs_none_of_it() -> None:
 
 def test_a_name_from_inside_a_pod_is_named() -> None:
     """No node has an interface net1: what is printed for it needs another name."""
-    assert network_manifests.seen_from_a_pod([snapshot("r760xa-2xA40-bf3")]) == ("net1",)
-    assert network_manifests.seen_from_a_pod([snapshot("l40s-4x-pcie")]) == ()
+    assert network_manifests.list_pod_netdevs([snapshot("r760xa-2xA40-bf3")]) == ("net1",)
+    assert network_manifests.list_pod_netdevs([snapshot("l40s-4x-pcie")]) == ()
     words = ("--network", "--no-preflight", "--model", "Qwen/Qwen2.5-0.5B", "--resource",
              "rdma/rdma_shared_device_eth=1")  # fmt: skip
     _, stderr = launched("--host", path_of("r760xa-2xA40-bf3"), *words)

@@ -10,10 +10,10 @@ from rigs.pods import templates
 from rigs.tables import ROOT, each_row, rows_of
 
 from contracts.job_config import parse_config
-from planner.kubernetes.wrap import Additions, WrapError, jobs_in, others_in, wrap
-from planner.kubernetes.yaml_edit import EditError, documents, extended
+from planner.kubernetes.wrap import Additions, WrapError, jobs_in, note_others, wrap
+from planner.kubernetes.yaml_edit import EditError, documents, extend
 from planner.nccl_env.situation import Reason, Setting
-from planner.stacks.arguments import as_run, read_command
+from planner.stacks.arguments import add_defaults, read_command
 
 rows = rows_of(__file__)
 
@@ -68,7 +68,7 @@ def described(row: dict, made: str, notes: list[str], usual: set[str]) -> dict:
     jobs = [[job.kind, *(part.where for part in job.parts), job.nodes, job.ranks_per_node] for job in jobs_in(found)]
     if not row.get("whole"):
         lines = [line for line in lines if not line.startswith("@@") and line.strip("+ ") not in usual]
-    return row | {"jobs": jobs, "others": others_in(found), "changes": "\n".join(lines), "notes": notes}
+    return row | {"jobs": jobs, "others": note_others(found), "changes": "\n".join(lines), "notes": notes}
 
 
 def test_golden_wraps(golden):
@@ -118,28 +118,28 @@ def test_an_edit_adds_and_never_changes() -> None:
     found[0]["d"]["e"].append("it's")
     found[0]["g"] = {"h": None}
     found[0]["i"] = "new"
-    made = extended(text, found)
+    made = extend(text, found)
     assert documents(made) == found and made.startswith("a: 1   # one\nb:\n- x\n- y:\n")
     assert "d: &d {e: [1, it's]}\nf: *d\ng:\n  h: null\ni: new\n" in made
-    of_windows = extended(text.replace("\n", "\r\n"), found)
+    of_windows = extend(text.replace("\n", "\r\n"), found)
     assert of_windows.count("\n") == of_windows.count("\r\n")
     with pytest.raises(EditError):
-        extended(text, [{**found[0], "a": 2}])
+        extend(text, [{**found[0], "a": 2}])
 
 
 @each_row(("text", "made"), rows("brackets"))
 def test_a_collection_in_brackets_keeps_its_form(text: str, made: str) -> None:
     """Characters are only added: in lines where the members are in lines, with quotes where they have them."""
     wanted = [{"a": [{"k": "v", "n": "2"}, {"m": "x y"}]}]
-    assert extended(text, wanted) == made
-    assert extended(text.replace("\n", "\r\n"), wanted) == made.replace("\n", "\r\n")
+    assert extend(text, wanted) == made
+    assert extend(text.replace("\n", "\r\n"), wanted) == made.replace("\n", "\r\n")
     with pytest.raises(EditError, match="a comment is at its end"):
-        extended("a: [\n  {k: v},  # one\n]\n", wanted)
-    assert extended('{"b": "x # y", "a": []}\n', [{"b": "x # y", "a": [1]}]) == '{"b": "x # y", "a": [1]}\n'
-    assert extended("{a:, b: ~}\n", [{"a": [1], "b": {"c": "d"}}]) == "{a: [1], b: {c: d}}\n"
-    assert extended('{"a": null}\n', [{"a": [{"b": "c"}]}]) == '{"a": [{"b": "c"}]}\n'
-    assert extended("a: null  # none\n", [{"a": ["b"]}]) == "a: [b]  # none\n"
-    assert extended("a: [&b {k: v}, *b]\n", [{"a": [{"k": "v"}, {"k": "v"}, 1]}]) == "a: [&b {k: v}, *b, 1]\n"
+        extend("a: [\n  {k: v},  # one\n]\n", wanted)
+    assert extend('{"b": "x # y", "a": []}\n', [{"b": "x # y", "a": [1]}]) == '{"b": "x # y", "a": [1]}\n'
+    assert extend("{a:, b: ~}\n", [{"a": [1], "b": {"c": "d"}}]) == "{a: [1], b: {c: d}}\n"
+    assert extend('{"a": null}\n', [{"a": [{"b": "c"}]}]) == '{"a": [{"b": "c"}]}\n'
+    assert extend("a: null  # none\n", [{"a": ["b"]}]) == "a: [b]  # none\n"
+    assert extend("a: [&b {k: v}, *b]\n", [{"a": [{"k": "v"}, {"k": "v"}, 1]}]) == "a: [&b {k: v}, *b, 1]\n"
 
 
 def test_an_alias_and_kept_newlines_at_the_end_take_an_addition() -> None:
@@ -149,7 +149,7 @@ def test_an_alias_and_kept_newlines_at_the_end_take_an_addition() -> None:
     wanted[0]["c"].append("y")
     wanted[0]["e"]["h"] = "z"
     made = "a: &a {k: v}\nb:\n- *a\n- x\nc:\n- &d\n  k: w\n- *d\n- y\n# next\ne:\n  f: |+\n    text\n\n\n  h: z\ng: 1\n"
-    assert extended(text, wanted) == made
+    assert extend(text, wanted) == made
 
 
 FILES: dict[str, str] = rows("files")()
@@ -184,7 +184,7 @@ def test_accelerates_files_say_layouts_and_its_command_line_goes_over_them() -> 
     config = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n" \
              "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 1}\n"  # fmt: skip
     said = read_command(["accelerate", "launch", "--config_file", "cp.yaml", "train.py"], {"cp.yaml": config}.get)
-    _, settings, _ = parse_config(as_run(said))
+    _, settings, _ = parse_config(add_defaults(said))
     assert {"cp": 2, "tp": 1, "dp_shard": 1, "sharding": "zero3"}.items() <= settings["layout"].items()
     file = {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n"}.get
     said = read_command(["accelerate", "launch", "--config_file", "a.yaml", "--zero_stage", "3", "sft.py"], file)
@@ -199,11 +199,11 @@ def test_what_a_command_does_not_say_is_unknown_or_the_trainers_default_by_name(
     assert "ignores: my_own" in other.notes[0], "a bare -- is no setting"
     assert read_command(["bash", "-c", "./start.sh"], FILES.get).unknown
     trl = ["trl", "sft", "--model_name_or_path", "m"]
-    assert as_run(read_command(trl, FILES.get))["dtype"] == "float32"
-    assert as_run(read_command([*trl, "--dtype", "bfloat16"], FILES.get))["dtype"] == "bfloat16"
-    assert as_run(read_command([*trl, "--use_peft"], FILES.get))["dtype"] == "float32"
-    assert "dtype" not in as_run(read_command([*trl, "--use_peft", "--load_in_4bit"], FILES.get))
-    made = as_run(said)
+    assert add_defaults(read_command(trl, FILES.get))["dtype"] == "float32"
+    assert add_defaults(read_command([*trl, "--dtype", "bfloat16"], FILES.get))["dtype"] == "bfloat16"
+    assert add_defaults(read_command([*trl, "--use_peft"], FILES.get))["dtype"] == "float32"
+    assert "dtype" not in add_defaults(read_command([*trl, "--use_peft", "--load_in_4bit"], FILES.get))
+    made = add_defaults(said)
     assert "dtype" not in made
     assert made["fsdp"] is False and "per_device_train_batch_size=8" in said.notes[-1]
 

@@ -29,9 +29,9 @@ from collectives.search.rank import Place, connect, note_path
 from collectives.traces.rank_files import NAME, RankState
 from contracts import plain
 from contracts.finding import Finding
-from contracts.host_list import HostListError, compress_host_list, expand_host_list, slurm_name
-from finetune.rank_monitor import _identity
-from planner.slurm import seconds_of_limit, wrap_script
+from contracts.host_list import HostListError, compress_host_list, expand_host_list, name_in_slurm
+from finetune.rank_monitor import _get_identity
+from planner.slurm import parse_limit, wrap_script
 from probes.api import read_host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
@@ -50,7 +50,7 @@ def test_host_lists_are_written_and_read_as_slurm_does() -> None:
         with pytest.raises(HostListError, match=r"must be a number|is no host name|more than"):
             expand_host_list(text)
     names = ("gpu1.example.com", "gpu1", "10.0.0.1", "fd00::1")
-    assert [slurm_name(name) for name in names] == ["gpu1", "gpu1", "10.0.0.1", "fd00::1"]
+    assert [name_in_slurm(name) for name in names] == ["gpu1", "gpu1", "10.0.0.1", "fd00::1"]
 
 
 LAUNCH = ("launch", "--api", "slurm", "--machine", "p5.48xlarge", "--nodes", "2", "--dry-run", "-o", "yaml")
@@ -93,7 +93,7 @@ def test_a_wrong_option_is_refused_by_name(words: list[str], message: str) -> No
 def test_a_time_limit_is_read_as_sbatch_reads_it() -> None:
     limits = {"90": 5400, "1:30": 90, "2:00:00": 7200, "1-2": 93_600, "1-2:30": 95_400, "1-0:0:5": 86_405,
               "0": None, "UNLIMITED": None}  # fmt: skip
-    assert {text: seconds_of_limit(text) for text in limits} == limits
+    assert {text: parse_limit(text) for text in limits} == limits
     for text in ("3:01", "0", "UNLIMITED"):
         done = topoflight(*LAUNCH, "--time-limit", text)
         assert done.exit_code == 0 and f"#SBATCH --time={text}" in done.stdout, done.output
@@ -220,7 +220,7 @@ def test_two_recordings_of_a_node_are_one_name(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps(recording))
     both = ("--host", tmp_path / "node01.json", "--host", tmp_path / "old.json")
     done = topoflight("preflight", "-q", *both, "-o", "slurm", "--expect", "gpus=99")
-    assert (done.exit_code, done.stdout) == (3, f"{slurm_name(snapshot().hostname)}\n"), done.output
+    assert (done.exit_code, done.stdout) == (3, f"{name_in_slurm(snapshot().hostname)}\n"), done.output
 
 
 @each_row(("job", "shown", "here", "wanted", "where", "awaited", "again"), rows("jobs"))
@@ -340,7 +340,7 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     waits = topoflight("why", "--run", tmp_path)
     assert waits.exit_code == 5 and "no rank has written into" in waits.output and "init_process_group" in waits.output
     monkeypatch.setenv("SLURMD_NODENAME", "gpu03")
-    assert _identity()["host"] == read_host_name() == "gpu03"
+    assert _get_identity()["host"] == read_host_name() == "gpu03"
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
     assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"

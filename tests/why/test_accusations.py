@@ -426,9 +426,9 @@ def test_the_recorder_of_nccl_is_read_and_only_a_wait_is_a_collective(tmp_path: 
         timer.join()
         assert monitor.phase == phase
     assert monitor.calls == 104
-    before = monitor._effort()[2]
+    before = monitor._measure_effort()[2]
     monitor._replace("large", bytes(1 << 22))
-    assert monitor._effort()[2] - before < 1 << 16, "a dump of the monitor is no work of the rank"
+    assert monitor._measure_effort()[2] - before < 1 << 16, "a dump of the monitor is no work of the rank"
     monitor.dump()
     assert json.loads((monitor.folder / "trace_rank_0.json").read_text()) == recorded
     monitor.write()

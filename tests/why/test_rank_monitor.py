@@ -73,13 +73,13 @@ def test_bytes_over_sockets_count_as_data_that_a_process_moves(tmp_path):
         taken, _ = server.accept()
         with taken:
             monitor.sample()
-            before, sent = monitor._effort()[2], 1 << 20
+            before, sent = monitor._measure_effort()[2], 1 << 20
             client.settimeout(60)
             threading.Thread(target=client.sendall, args=(bytes(sent),)).start()
             while sent:
                 sent -= len(taken.recv(1 << 16))
             monitor.sample()
-            assert monitor._effort()[2] - before > 1 << 20
+            assert monitor._measure_effort()[2] - before > 1 << 20
     monitor.sample()
     assert monitor.uncounted >= 1 << 20, "a connection that was closed keeps its bytes"
 
@@ -87,9 +87,9 @@ def test_bytes_over_sockets_count_as_data_that_a_process_moves(tmp_path):
 def test_only_a_host_with_a_driver_gives_its_ranks_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(rank_monitor, "_DRIVERS", (str(tmp_path / "nvidiactl"), str(tmp_path / "kfd")))
-    assert "gpu" not in rank_monitor._identity()
+    assert "gpu" not in rank_monitor._get_identity()
     (tmp_path / "kfd").touch()
-    assert rank_monitor._identity()["gpu"] == 3
+    assert rank_monitor._get_identity()["gpu"] == 3
 
 
 MOST_SHARE = 0.005  # of the CPU time of a rank that computes all the time

@@ -628,7 +628,7 @@ def test_ras_of_every_release_is_read() -> None:
 @pytest.mark.long
 @each_row(("frames", "phase"), rows("stacks"))
 def test_a_stack_says_what_a_rank_does(frames: list[tuple[str, str]], phase: str) -> None:
-    from finetune.rank_monitor import phase_of  # and with it torch
+    from finetune.rank_monitor import find_phase  # and with it torch
 
     library = str(Path(os.__file__).parent)
-    assert phase_of([(file.replace("LIB", library), 1, function) for file, function in frames]) == phase
+    assert find_phase([(file.replace("LIB", library), 1, function) for file, function in frames]) == phase

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from contracts.tables import read_texts
-from hardware.gpus import gpu_named, most_links
+from hardware.gpus import find_gpu, most_links
 from hardware.units import some
 from topology.derive import complete, rails
 from topology.formats import TopologyFileError
@@ -82,10 +82,10 @@ class _Matrix:
     warnings: list[str] = field(default_factory=list)
     lacking: list[str] = field(default_factory=list)  # the warnings about missing rows and cells
 
-    def lacks(self, what: str) -> None:
+    def lacks(self, part: str) -> None:
         """Record that rows or cells named in the header are missing from the text."""
-        self.warnings.append(what)
-        self.lacking.append(what)
+        self.warnings.append(part)
+        self.lacking.append(part)
 
     def error(self, row: _Row, key: str, **values: object) -> TopologyFileError:
         """Return the exception for a row."""
@@ -107,13 +107,13 @@ def parse(text: str, source: str = "text") -> NodeTopology:
     if matrix is None or not matrix.rows:
         raise _make_no_matrix_error(lines, source)
     _drop_columns_without_labels(matrix, source)
-    whole = text[-1:].isspace()
+    is_whole = text[-1:].isspace()
     for row in matrix.rows:
-        _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=whole)
+        _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=is_whole)
     with suppress(TopologyFileError):
         if further := _find_matrix(lines, matrix.end, source):
             matrix.warnings.append(_text("further_matrix", line=further.line))
-    return _mark_truncated_nics(_build_node(matrix, lines, cut=matrix.ends_text and not whole), text)
+    return _mark_truncated_nics(_build_node(matrix, lines, cut=matrix.ends_text and not is_whole), text)
 
 
 def _split_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -130,19 +130,19 @@ def _parse_header(number: int, line: str, source: str) -> _Matrix | None:
     first = re.search(_DEVICE, line)
     if first is None or not first[0].startswith("GPU"):
         return None
-    made = _Matrix(source, number, [], [], sure=True)
+    matrix = _Matrix(source, number, [], [], sure=True)
     for word in _WORD.finditer(line, first.start()):
         if word.lastgroup in ("cpu", "numa", "gpu_numa_id"):
-            made.columns.append(word.lastgroup)
-        elif made.columns or word.lastgroup == "title":
+            matrix.columns.append(word.lastgroup)
+        elif matrix.columns or word.lastgroup == "title":
             continue  # a comment after the columns
         elif re.fullmatch(_LABEL, word[0]):
             return None
         else:
-            made.devices.append(word[0])
-            made.sure = made.sure and _is_surely_a_device(word[0])
-    names = made.devices
-    return made if len(names) <= _MOST_DEVICES and len(set(names)) == len(names) else None
+            matrix.devices.append(word[0])
+            matrix.sure = matrix.sure and _is_surely_a_device(word[0])
+    names = matrix.devices
+    return matrix if len(names) <= _MOST_DEVICES and len(set(names)) == len(names) else None
 
 
 def _is_surely_a_device(word: str) -> bool:
@@ -151,15 +151,15 @@ def _is_surely_a_device(word: str) -> bool:
 
 def _find_matrix(lines: _Lines, start: int, source: str) -> _Matrix | None:
     """Find the next header with rows, and split its rows. Raises TopologyFileError if the rows do not match it."""
-    header, at = None, 0
+    header, place = None, 0
     for position in range(start, len(lines)):
         number, line = lines[position]
-        if header is not None and position - at <= _WIDEST_GAP and _parse_row(line, number, header):
+        if header is not None and position - place <= _WIDEST_GAP and _parse_row(line, number, header):
             _collect_rows(lines, position, header)
             return header
-        found = _parse_header(number, line, source) if "GPU" in line else None
-        if found and (header is None or found.sure or not header.sure or position - at > _WIDEST_GAP):
-            header, at = found, position
+        candidate = _parse_header(number, line, source) if "GPU" in line else None
+        if candidate and (header is None or candidate.sure or not header.sure or position - place > _WIDEST_GAP):
+            header, place = candidate, position
     return None
 
 
@@ -176,7 +176,7 @@ def _parse_row(line: str, number: int, matrix: _Matrix) -> _Row | None:
 
 def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
     """Add rows from line `start` to the matrix, up to the legend, the next header, or a repeated row."""
-    seen: set[str] = set()
+    names: set[str] = set()
     last = start
     for position in range(start, len(lines)):
         number, line = lines[position]
@@ -185,16 +185,16 @@ def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
         other = _parse_header(number, line, matrix.source) if "GPU" in line else None
         if other is not None and other.sure and len(other.devices) > 1:
             break
-        found = _parse_row(line, number, matrix)
-        if found is None:
+        row = _parse_row(line, number, matrix)
+        if row is None:
             continue
-        if found.name in seen and len(seen) == len(matrix.devices):
+        if row.name in names and len(names) == len(matrix.devices):
             break
-        if found.name in seen:
-            raise matrix.error(found, "row_again")
-        seen.add(found.name)
-        found.below = lines[position + 1][1] if position + 1 < len(lines) else ""
-        matrix.rows.append(found)
+        if row.name in names:
+            raise matrix.error(row, "row_again")
+        names.add(row.name)
+        row.below = lines[position + 1][1] if position + 1 < len(lines) else ""
+        matrix.rows.append(row)
         last = position
     matrix.end = last + 1
     matrix.ends_text = not any(line.strip() for _, line in lines[matrix.end :])
@@ -211,11 +211,11 @@ def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
 def _parse_cells(text: str, count: int) -> tuple[list[str], str]:
     """Return up to `count` labels after a row's name, and the text after them."""
     labels: list[str] = []
-    at = 0
-    while len(labels) < count and (cell := _CELL.match(text, at)):
+    offset = 0
+    while len(labels) < count and (cell := _CELL.match(text, offset)):
         labels.append(UNKNOWN if cell[1] == "ERR!" else cell[1])
-        at = cell.end()
-    return labels, text[at:]
+        offset = cell.end()
+    return labels, text[offset:]
 
 
 def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
@@ -233,7 +233,7 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     """Parse labels and rest of a row; `whole`: its last word is complete. Raises TopologyFileError."""
     devices, count = matrix.devices, len(matrix.devices)
     labels, row.rest = _parse_cells(row.text, count)
-    own = devices.index(row.name)
+    column = devices.index(row.name)
     word = row.rest.split()[:1]
     short = len(labels) < count
     cut = ends_text and short and any(label.startswith("".join(row.rest.split())) for label in ("NV#", *_WHOLE_LABELS))
@@ -241,9 +241,9 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
         labels.pop()  # "NV1" at the end of a truncated text may have been NV18
     if short and not cut and word and not re.match(r"[\d\"'`]", word[0]):
         raise matrix.error(row, "no_label", column=devices[len(labels)], word=word[0][:40])
-    if SELF in labels[:own] + labels[own + 1 :] or labels[own : own + 1] not in ([], [SELF]):
-        where = devices[labels.index(SELF)] if SELF in labels else "no column"
-        raise matrix.error(row, "misplaced_self", where=where, own=row.name)
+    if SELF in labels[:column] + labels[column + 1 :] or labels[column : column + 1] not in ([], [SELF]):
+        place = devices[labels.index(SELF)] if SELF in labels else "no column"
+        raise matrix.error(row, "misplaced_self", where=place, own=row.name)
     if short and not cut:
         raise matrix.error(row, "short_row", found=len(labels))
     if len(labels) < count:
@@ -268,9 +268,9 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     if others:
         matrix.warnings.append(_text("no_nics", names=", ".join(others)))
     models = {f"GPU{i}": m[2] for _, line in reversed(lines) if (m := _MODEL.match(line)) for i in m[1].split(",")}
-    named = [name for name in matrix.devices if re.fullmatch(r"GPU\d+", name)]
-    gpus = tuple(_build_gpu(name, rows.get(name), matrix, models.get(name)) for name in named)
-    nics = _build_nics([name for name in matrix.devices if name not in (*named, *others)], legend)
+    gpu_names = [name for name in matrix.devices if re.fullmatch(r"GPU\d+", name)]
+    gpus = tuple(_build_gpu(name, rows.get(name), matrix, models.get(name)) for name in gpu_names)
+    nics = _build_nics([name for name in matrix.devices if name not in (*gpu_names, *others)], legend)
     # A GPU whose memory is a NUMA node is attached to a Grace CPU by C2C.
     coherent = {gpu.name for gpu in gpus if gpu.c2c}
     nic_names = {nic.label or nic.name: nic.name for nic in nics}
@@ -279,7 +279,7 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     if kind == "-mp":
         matrix.warnings.append(_text("hidden_nvlink"))
     matrix.warnings += _list_affinity_warnings(gpus)
-    linked = [pair.nvlinks for pair in pairs if pair.a in named and pair.b in named]
+    linked = [pair.nvlinks for pair in pairs if pair.a in gpu_names and pair.b in gpu_names]
     if linked and min(linked) * (len(gpus) - 1) > most_links() and len(gpus) not in (4, 8, 16):  # joined by an NVSwitch
         matrix.warnings.append(_text("few_gpus", count=len(gpus)))
     return complete(
@@ -309,30 +309,30 @@ def _guess_kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
 
 def _build_gpu(name: str, row: _Row | None, matrix: _Matrix, model: str | None) -> GpuNode:
     """Build a GPU; `model` is its name in lines as those of `nvidia-smi -L` next to the matrix."""
-    found, known = _assign_affinity(row, matrix.columns) if row else {}, gpu_named(model)
-    numa = found.get("numa")
+    affinity, gpu = _assign_affinity(row, matrix.columns) if row else {}, find_gpu(model)
+    numa = affinity.get("numa")
     return GpuNode(
         name=name,
         index=int(name[3:]),
-        model=model if known else None,
-        compute_capability=known.compute_capability if known else None,
+        model=model if gpu else None,
+        compute_capability=gpu.compute_capability if gpu else None,
         numa_node=int(numa) if numa and numa.isdecimal() and len(numa) < 6 else None,
-        cpu_affinity=found.get("cpu"),
+        cpu_affinity=affinity.get("cpu"),
         numa_affinity=numa,
-        gpu_numa_id=found.get("gpu_numa_id"),
-        c2c=True if (found.get("gpu_numa_id") or "").isdigit() else None,
+        gpu_numa_id=affinity.get("gpu_numa_id"),
+        c2c=True if (affinity.get("gpu_numa_id") or "").isdigit() else None,
     )
 
 
 def _split_lists(row: _Row) -> list[str]:
     """Return the CPU and NUMA lists after a row's cells, up to the first other word."""
-    words: list[str] = []
+    cells: list[str] = []
     for word in re.sub(r",\s+", ",", row.rest).split():
         stripped = word.strip("\"'`,;]})")
         if not _AFFINITY.fullmatch(stripped):
             break
-        words.append(stripped)
-    return words
+        cells.append(stripped)
+    return cells
 
 
 def _assign_affinity(row: _Row, columns: list[str]) -> dict[str, str]:
@@ -341,18 +341,18 @@ def _assign_affinity(row: _Row, columns: list[str]) -> dict[str, str]:
     nvidia-smi leaves a CPU list empty if its cpuset hides the CPUs (Slurm). If words are missing, tabs show which ones.
     Without tabs, the first columns are assumed empty, unless the first word can only be a CPU list.
     """
-    words = _split_lists(row)
-    missing = len(columns) - len(words)
-    if missing > 0 and words and re.fullmatch(r"[\s\d,\-]*\d[\s\d,\-]*(?:N/A\s*)?", row.below):
+    cells_given = _split_lists(row)
+    missing = len(columns) - len(cells_given)
+    if missing > 0 and cells_given and re.fullmatch(r"[\s\d,\-]*\d[\s\d,\-]*(?:N/A\s*)?", row.below):
         return {}  # a terminal wrapped the row, so its last word may be incomplete
-    rest = row.rest.lstrip(" ")  # the last cell may be " X "
-    if missing > 0 and rest.startswith("\t") and not re.search(r"\t *\t", row.text.removesuffix(row.rest)):
-        cells = [cell.strip() for cell in rest.split("\t")[1:]]
+    tail = row.rest.lstrip(" ")  # the last cell may be " X "
+    if missing > 0 and tail.startswith("\t") and not re.search(r"\t *\t", row.text.removesuffix(row.rest)):
+        cells = [cell.strip() for cell in tail.split("\t")[1:]]
         last = len(columns) - 1
-        return {columns[min(at, last)]: cell for at, cell in enumerate(cells) if _AFFINITY.fullmatch(cell)}
-    if missing > 0 and words and columns[0] == "cpu" and _is_cpu_list(words[0]):
-        return dict(zip([columns[0], *columns[1 + missing :]], words, strict=True))
-    return dict(zip(columns[max(missing, 0) :], words, strict=False))
+        return {columns[min(index, last)]: cell for index, cell in enumerate(cells) if _AFFINITY.fullmatch(cell)}
+    if missing > 0 and cells_given and columns[0] == "cpu" and _is_cpu_list(cells_given[0]):
+        return dict(zip([columns[0], *columns[1 + missing :]], cells_given, strict=True))
+    return dict(zip(columns[max(missing, 0) :], cells_given, strict=False))
 
 
 def _is_cpu_list(word: str) -> bool:
@@ -361,28 +361,28 @@ def _is_cpu_list(word: str) -> bool:
     NUMA lists in real output: single nodes up to 8 (POWER9), ranges up to 0-7, and "0,2-17" on GB200, where GPU
     memories and MIG partitions are also NUMA nodes.
     """
-    most = max(map(int, re.findall(r"\d{1,9}", word)[:64]), default=0)
-    return most > 34 or (most > 8 and re.fullmatch(r"\d+,\d+-\d+", word) is None)
+    highest = max(map(int, re.findall(r"\d{1,9}", word)[:64]), default=0)
+    return highest > 34 or (highest > 8 and re.fullmatch(r"\d+,\d+-\d+", word) is None)
 
 
 def _list_affinity_warnings(gpus: tuple[GpuNode, ...]) -> list[str]:
     few = [gpu.name for gpu in gpus if (gpu.cpu_affinity or "").isdecimal() and set(gpu.numa_affinity or "") & {*"-,"}]
     cut = [gpu.name for gpu in gpus if re.fullmatch(r"\d+(,\d+){2,}", gpu.cpu_affinity or "")]
     none = [gpu.name for gpu in gpus if gpu.numa_affinity and gpu.cpu_affinity in (None, UNKNOWN)]
-    found = {"one_cpu": few, "no_cpu_near": none if len(none) < len(gpus) else [], "cut_affinity": cut}
-    return [_text(key, gpus=", ".join(names)) for key, names in found.items() if names]
+    names_by_text = {"one_cpu": few, "no_cpu_near": none if len(none) < len(gpus) else [], "cut_affinity": cut}
+    return [_text(key, gpus=", ".join(names)) for key, names in names_by_text.items() if names]
 
 
 def _build_nics(columns: list[str], legend: dict[str, str]) -> tuple[NicNode, ...]:
-    named = [legend.get(column, column) for column in columns]
+    names = [legend.get(column, column) for column in columns]
     return tuple(
         NicNode(
-            name=name if named.count(name) == 1 else column,
+            name=name if names.count(name) == 1 else column,
             label=column,
             # also without a legend: nvidia-smi only lists devices of Mellanox drivers
             kind="hca" if re.match(r"mlx\d_|ib|roce|NIC\d+$", name) else "unknown",
         )
-        for column, name in zip(columns, named, strict=True)
+        for column, name in zip(columns, names, strict=True)
     )
 
 
@@ -395,12 +395,12 @@ def _build_pairs(
     if missing:
         lacks = matrix.lacks if any(name.startswith("GPU") for name in missing) else matrix.warnings.append
         lacks(_text("missing_rows", rows=some(missing)))
-    made = []
+    pairs = []
     for (i, a), (j, b) in combinations(enumerate(devices), 2):
-        seen = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
-        if seen and a not in others and b not in others:
-            row, label = _choose_label(a, b, seen, matrix)
-            made.append(
+        labels = [(rows[x], rows[x].labels[k]) for x, k in ((a, j), (b, i)) if x in rows and k < len(rows[x].labels)]
+        if labels and a not in others and b not in others:
+            row, label = _choose_label(a, b, labels, matrix)
+            pairs.append(
                 Pair(
                     a=nics.get(a, a),
                     b=nics.get(b, b),
@@ -410,7 +410,7 @@ def _build_pairs(
                     evidence=f"line {row.line} of {matrix.source}",
                 )
             )
-    return tuple(made)
+    return tuple(pairs)
 
 
 def lower(first: str, second: str) -> str:
@@ -420,14 +420,14 @@ def lower(first: str, second: str) -> str:
     return max(first, second, key=lambda label: (rank(label), -nvlinks(label)))
 
 
-def _choose_label(a: str, b: str, seen: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
+def _choose_label(a: str, b: str, candidates: list[tuple[_Row, str]], matrix: _Matrix) -> tuple[_Row, str]:
     """Return the row and label of a pair; if its two directions differ, the worse one."""
-    known = [each for each in seen if each[1] != UNKNOWN] or seen
-    labels = [label for _, label in known]
+    certain = [each for each in candidates if each[1] != UNKNOWN] or candidates
+    labels = [label for _, label in certain]
     label = lower(*labels) if len(labels) == 2 else labels[0]
     if len(set(labels)) == 2:
         matrix.warnings.append(_text("two_labels", a=a, b=b, labels=labels, taken=label))
-    return known[labels.index(label)][0], label
+    return certain[labels.index(label)][0], label
 
 
 _CUT_NICS = re.compile(r"\b(\d{1,6}) NICs found\b[^\n.;]{0,80}\bonly displaying (\d{1,6})\b")
@@ -441,10 +441,10 @@ def _mark_truncated_nics(node: NodeTopology, text: str) -> NodeTopology:
     match = _CUT_NICS.search(text)
     if match is None or int(match[1]) <= int(match[2]):
         return node
-    why = _text("nics_left_out", shown=match[2], count=match[1])
+    reason = _text("nics_left_out", shown=match[2], count=match[1])
     nearest = tuple(
-        near if near.path is not None and near.path <= PathClass.PIX else replace(near, decidable=False, why=why)
+        near if near.path is not None and near.path <= PathClass.PIX else replace(near, decidable=False, why=reason)
         for near in node.nearest_nic
     )
-    warnings = (*node.warnings, f"{why}: {_text('nics_unjudged')}")
+    warnings = (*node.warnings, f"{reason}: {_text('nics_unjudged')}")
     return replace(node, nearest_nic=nearest, rails=rails(nearest), warnings=warnings)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from contracts.tables import read_texts
-from hardware.gpus import model_of
+from hardware.gpus import find_model
 from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
 from topology.derive import complete
@@ -47,29 +47,29 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     if len(hosts) > 1:
         warnings.append(_text("hosts", count=len(hosts)))
         cpus = [cpu for cpu in cpus if cpu.attributes.get("host_hash") == cpus[0].attributes.get("host_hash")]
-    found = Found(source=source)
+    parts = Found(source=source)
     for position, cpu in enumerate(cpus):
-        words = cpu.attributes
-        family, model, numa = (_parse_number(words.get(name)) for name in ("familyid", "modelid", "numaid"))
-        found.cpus.append(Cpu(arch=words.get("arch"), vendor=words.get("vendor"), family=family, model=model))
-        found.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
-        walk(cpu, position, None, found)
-    tree = PciTree(found.pci.values(), own_links=True)
-    gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(found.gpus))
-    ordered = sorted(found.nics, key=lambda item: item[0])
+        attributes = cpu.attributes
+        family, model, numa = (_parse_number(attributes.get(name)) for name in ("familyid", "modelid", "numaid"))
+        parts.cpus.append(Cpu(arch=attributes.get("arch"), vendor=attributes.get("vendor"), family=family, model=model))
+        parts.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
+        walk(cpu, position, None, parts)
+    tree = PciTree(parts.pci.values(), own_links=True)
+    gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(parts.gpus))
+    ordered = sorted(parts.nics, key=lambda item: item[0])
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
-    warnings += _list_warnings(found, gpus)
+    warnings += _list_warnings(parts, gpus)
     devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
-    hidden = found.dumped and all(d.numa_node == -1 and not d.link_transfers_per_second for d in found.pci.values())
+    hidden = parts.dumped and all(d.numa_node == -1 and not d.link_transfers_per_second for d in parts.pci.values())
     node = complete(
         NodeTopology(
             hostname=source,
             gpus=gpus,
             nics=nics,
-            pairs=tuple(_build_pair(a, b, found, tree) for a, b in combinations(devices, 2)),
+            pairs=tuple(_build_pair(a, b, parts, tree) for a, b in combinations(devices, 2)),
             numa_nodes=len(cpus),
             source=SOURCE,
-            nvlink_known=found.dumped,
+            nvlink_known=parts.dumped,
             virtual="no PCI device has a NUMA node or a link speed: a hypervisor hides both" if hidden else None,
             warnings=tuple(warnings),
         )
@@ -78,32 +78,32 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     return replace(node, nearest_nic=nearest)
 
 
-def _list_warnings(found: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
-    warnings = found.strays[:1]
-    if found.without_class:
-        warnings.append(_text("without_class", count=found.without_class))
-    own = [gpu.name for gpu in gpus if any(link.bus_id == gpu.bus_id for link in gpu.nvlinks)]
+def _list_warnings(parts: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
+    warnings = parts.strays[:1]
+    if parts.without_class:
+        warnings.append(_text("without_class", count=parts.without_class))
+    self_linked = [gpu.name for gpu in gpus if any(link.bus_id == gpu.bus_id for link in gpu.nvlinks)]
     for a, b in combinations(gpus, 2):
         there, back = a.count_nvlinks("gpu", b.bus_id), b.count_nvlinks("gpu", a.bus_id)
         if there and back and there != back:
             warnings.append(_text("unequal_nvlinks", a=a.name, b=b.name, there=there, back=back))
-    if own:
-        warnings.append(_text("own_nvlinks", gpus=", ".join(own)))
-    if not gpus or not found.dumped:
+    if self_linked:
+        warnings.append(_text("own_nvlinks", gpus=", ".join(self_linked)))
+    if not gpus or not parts.dumped:
         warnings.append(_text("no_nvlink" if gpus else "no_gpu"))
-    if found.merged_nets:
-        warnings.append(_text("merged_nets", names=", ".join(found.merged_nets[:4])))
-    if found.virtual_nets:
-        warnings.append(_text("virtual_nets", count=found.virtual_nets))
+    if parts.merged_nets:
+        warnings.append(_text("merged_nets", names=", ".join(parts.merged_nets[:4])))
+    if parts.virtual_nets:
+        warnings.append(_text("virtual_nets", count=parts.virtual_nets))
     return warnings
 
 
-def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, found: Found, tree: PciTree) -> Pair:
+def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, parts: Found, tree: PciTree) -> Pair:
     if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _count_nvlinks(a, b)):
         return joined(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
-    label = _find_label(first, second, found, tree)
-    return pcie_pair(a, b, label, tree, found.cpus[found.cpu_of[first]], evidence="<pci> ancestry")
+    label = _find_label(first, second, parts, tree)
+    return pcie_pair(a, b, label, tree, parts.cpus[parts.cpu_of[first]], evidence="<pci> ancestry")
 
 
 def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
@@ -111,9 +111,9 @@ def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
     return max(direct, min(a.count_nvlinks("nvswitch"), b.count_nvlinks("nvswitch")))
 
 
-def _find_label(first: str, second: str, found: Found, tree: PciTree) -> str:
+def _find_label(first: str, second: str, parts: Found, tree: PciTree) -> str:
     """Apply NCCL's rule: PIX for one PCI element in between, PXB for more, PHB for one CPU element, SYS for two."""
-    if found.cpu_of[first] != found.cpu_of[second]:
+    if parts.cpu_of[first] != parts.cpu_of[second]:
         return "SYS"
     if first == second:
         return "PIX"
@@ -158,26 +158,26 @@ def bus_id_of(text: str) -> str:
     return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}" if match else text[:64]
 
 
-def walk(element: Element, cpu: int, parent: str | None, found: Found) -> None:
+def walk(element: Element, cpu: int, parent: str | None, parts: Found) -> None:
     """Collect the elements below a `<cpu>` or `<pci>`."""
     for child in element.children:
         if child.tag == "pci":
-            _collect_pci(child, cpu, parent, found)
+            _collect_pci(child, cpu, parent, parts)
         elif child.tag == "nic" and parent is None:
             names = [net.attributes.get("name", "")[:64] for net in child.named("net")]
             merged = [name for name in names if "+" in name and _RDMA_NAME.match(name)]
-            found.merged_nets += merged
-            found.virtual_nets += len(names) - len(merged)
+            parts.merged_nets += merged
+            parts.virtual_nets += len(names) - len(merged)
 
 
-def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -> None:
+def _collect_pci(element: Element, cpu: int, parent: str | None, parts: Found) -> None:
     attributes = element.attributes
     if "busid" not in attributes:
-        raise TopologyFileError(found.source, element.line, _text("no_busid"))
+        raise TopologyFileError(parts.source, element.line, _text("no_busid"))
     bus_id = bus_id_of(attributes["busid"])
-    if bus_id in found.pci:
-        raise TopologyFileError(found.source, element.line, _text("busid_twice", bus_id=bus_id))
-    numa = found.numa_nodes[cpu]
+    if bus_id in parts.pci:
+        raise TopologyFileError(parts.source, element.line, _text("busid_twice", bus_id=bus_id))
+    numa = parts.numa_nodes[cpu]
     speed = re.match(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*GT/s", attributes.get("link_speed", ""))
     class_code = _parse_number(attributes.get("class"))
     node = PciDevice(
@@ -190,36 +190,36 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, found: Found) -
         link_transfers_per_second=float(speed[1]) * 1e9 if speed else None,
         link_width=_parse_number(attributes.get("link_width")),
     )
-    found.pci[bus_id] = node
-    found.cpu_of[bus_id] = cpu
+    parts.pci[bus_id] = node
+    parts.cpu_of[bus_id] = cpu
     gpus, nets = element.named("gpu"), [net for nic in element.named("nic") for net in nic.named("net")]
     if stray := element.named("net"):
-        found.strays.append(_text("stray_net", line=stray[0].line))
+        parts.strays.append(_text("stray_net", line=stray[0].line))
         nets = nets or stray
-    found.strays += [_text("empty_nic", line=nic.line) for nic in element.named("nic") if not nic.children]
+    parts.strays += [_text("empty_nic", line=nic.line) for nic in element.named("nic") if not nic.children]
     if any("gcn" in gpu.attributes or gpu.named("xgmi") for gpu in gpus):
-        raise TopologyFileError(found.source, gpus[0].line, _text("rccl"))
+        raise TopologyFileError(parts.source, gpus[0].line, _text("rccl"))
     base = class_code >> 8 if class_code is not None else None
-    found.dumped = found.dumped or bool(gpus)
+    parts.dumped = parts.dumped or bool(gpus)
     if gpus or base in (0x0300, 0x0302):
-        found.gpus += [
-            (_build_gpu(gpu, node, found), gpu.attributes.get("dev", ""))
+        parts.gpus += [
+            (_build_gpu(gpu, node, parts), gpu.attributes.get("dev", ""))
             for gpu in gpus or [Element("gpu", {}, element.line)]
         ]
     if nets or (base is not None and base >> 8 == 0x02):
         devs = [dev for net in nets if (dev := _parse_number(net.attributes.get("dev"))) is not None]
-        found.nics.append((min(devs, default=_LAST), _build_nic(node, nets, numa)))
+        parts.nics.append((min(devs, default=_LAST), _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
-        found.without_class += 1
-    walk(element, cpu, bus_id, found)
+        parts.without_class += 1
+    walk(element, cpu, bus_id, parts)
 
 
-def _build_gpu(element: Element, node: PciDevice, found: Found) -> GpuNode:
+def _build_gpu(element: Element, node: PciDevice, parts: Found) -> GpuNode:
     sm = _parse_number(element.attributes.get("sm"))
     reported = divmod(sm, 10) if sm is not None and sm >= 10 else None
-    model, capability = model_of(node.vendor_id, node.device_id, reported)
-    links = tuple(_parse_link(link, found) for link in element.named("nvlink"))
-    above = found.pci.get(node.parent or "")
+    model, capability = find_model(node.vendor_id, node.device_id, reported)
+    links = tuple(_parse_link(link, parts) for link in element.named("nvlink"))
+    above = parts.pci.get(node.parent or "")
     return GpuNode(
         name="",
         index=-1,
@@ -245,11 +245,11 @@ def _find_gdr_refused(elements: list[Element]) -> str:
     return f'line {first.line}: <{first.tag} {"name" if first.tag == "net" else "dev"}="{name[:64]}" gdr="0">'
 
 
-def _parse_link(element: Element, found: Found) -> NvLinkTarget:
+def _parse_link(element: Element, parts: Found) -> NvLinkTarget:
     attributes = element.attributes
     count = _parse_number(attributes.get("count"))
     if count is None or count < 0:
-        raise TopologyFileError(found.source, element.line, _text("nvlink_count", count=attributes.get("count")))
+        raise TopologyFileError(parts.source, element.line, _text("nvlink_count", count=attributes.get("count")))
     kinds = {0x068000: "nvswitch", 0x068001: "cpu", 0x030000: "gpu", 0x030200: "gpu"}
     target = bus_id_of(attributes.get("target", ""))
     # NCCL writes a target of all f's if a hypervisor hides the switch.
@@ -258,14 +258,14 @@ def _parse_link(element: Element, found: Found) -> NvLinkTarget:
     return NvLinkTarget(bus_id=None if hidden else target, count=count, kind=kind)
 
 
-def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
+def numbered(gpus: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
     """Number GPUs by `dev` if every GPU has its own, else by bus id as CUDA does."""
-    devs = [dev for _, dev in found]
-    by_bus_id = {gpu.bus_id for gpu, _ in found}
+    devs = [dev for _, dev in gpus]
+    by_bus_id = {gpu.bus_id for gpu, _ in gpus}
     if all(re.fullmatch(r"\d{1,4}", dev) for dev in devs) and len(set(devs)) == len(devs):
-        ordered = sorted(((int(dev), gpu) for gpu, dev in found), key=lambda item: item[0])
+        ordered = sorted(((int(dev), gpu) for gpu, dev in gpus), key=lambda item: item[0])
     else:
-        ordered = list(enumerate(sorted((gpu for gpu, _ in found), key=lambda gpu: gpu.bus_id or "")))
+        ordered = list(enumerate(sorted((gpu for gpu, _ in gpus), key=lambda gpu: gpu.bus_id or "")))
     return tuple(
         replace(
             gpu,
@@ -280,7 +280,7 @@ def numbered(found: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
 def _build_nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     names = tuple(net.attributes.get("name", "")[:64] for net in nets if net.attributes.get("name"))
     speeds = [_parse_number(net.attributes.get("speed")) for net in nets]
-    known = [speed for speed in speeds if speed is not None and speed > 0]
+    valid = [speed for speed in speeds if speed is not None and speed > 0]
     infiniband = node.class_code >> 8 == 0x0207
     name = names[0] if names else node.bus_id
     if node.vendor_id == AMAZON:
@@ -297,7 +297,7 @@ def _build_nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
         bus_id=node.bus_id,
         netdev=name if kind == "ethernet" and names else None,
         numa_node=numa if numa >= 0 else None,
-        rate_bytes_per_second=sum(known) * 1e6 / 8 if known and len(known) == len(nets) else None,
+        rate_bytes_per_second=sum(valid) * 1e6 / 8 if valid and len(valid) == len(nets) else None,
         link_layer="InfiniBand" if infiniband else None,
         active=True if nets else None,  # a dump only lists ports that NCCL found active
         ports=len(nets) or None,
@@ -330,13 +330,13 @@ def read_tree(text: str, source: str) -> Element:
     if len(text) > MOST_CHARACTERS:
         raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MOST_CHARACTERS))
     text = text.removeprefix("\ufeff")
-    whole, end, _ = text.partition("</system>")
+    head, end, _ = text.partition("</system>")
     if (copies := text.count("</system>")) > 1:
         raise TopologyFileError(source, 1, _text("several", count=copies))
     if end:  # a page or a script may surround it
-        before, tag, rest = whole.partition("<system")
+        before, tag, body = head.partition("<system")
         lines = "\n" * before.count("\n")  # within the tag, so that a line keeps its number
-        text = (before + tag if before.lstrip().startswith("<") else tag + lines) + rest + end
+        text = (before + tag if before.lstrip().startswith("<") else tag + lines) + body + end
     parser = expat.ParserCreate(encoding="utf-8")
     document = Element("", {}, 1)
     above, count = [document], 0

@@ -60,8 +60,8 @@ class _AfterImport:
 
 def _run_hidden(here: str) -> None:
     """Run the sitecustomize that Python would have run without this one."""
-    rest = [one for one in sys.path if os.path.realpath(one or ".") != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    other_paths = [path for path in sys.path if os.path.realpath(path or ".") != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", other_paths)
     if spec is not None:
         _load(spec)
 
@@ -88,10 +88,10 @@ def _gloo_works() -> bool:
     """Return whether a thread of gloo runs or waits for a CPU, by /proc/self/task/TID/stat (proc(5))."""
     for thread in Path("/proc/self/task").iterdir():
         try:
-            name, _, rest = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+            name, _, fields = (thread / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # the thread has ended
             continue
-        if "gloo" in name and rest.split()[0] == "R":
+        if "gloo" in name and fields.split()[0] == "R":
             return True
     return False
 
