@@ -25,8 +25,10 @@ from agent import metrics
 from agent.advice.advise import Request, RequestError, advise, parse_histogram
 from agent.base.options import parse_version
 from agent.base.output import to_document
-from agent.checks.measured import compare_with_baseline, read_baseline, with_bench
-from agent.checks.verdict import GateError, build_view
+from agent.checks.baseline import compare_with_baseline, read_baseline
+from agent.checks.measured import with_bench
+from agent.checks.verdict import GateError
+from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet, make_row, pack_facts
 from agent.http import pages
 from agent.http.access import read_tokens
@@ -40,7 +42,7 @@ from contracts.job_config import ConfigError, parse_layout_text, read_config, re
 from contracts.layout import Layout, LayoutError
 from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
-from planner.forecast.models import ModelError, model_from_file
+from planner.forecast.models import ModelError, read_model_file
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import KINDS, read_text
@@ -295,7 +297,7 @@ def model_config(data: bytes) -> object:
     path = _file("config.json", _json(lambda: document_of("config"), data))
     with contextlib.suppress(RequestError):
         Request.of(model=str(path)).model_spec()
-    return model_from_file(path)
+    return read_model_file(path)
 
 
 @reads((ROOT / "contracts/default.yaml").read_bytes(), ALIASES, errors=(ConfigError,), stepped=True)

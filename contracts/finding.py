@@ -20,7 +20,7 @@ class Status(StrEnum):
     PASS = "pass"  # noqa: S105 - the check ran and found no problem
 
 
-def rate_loss(share: float) -> Status:
+def by_loss(share: float) -> Status:
     """Return FAIL if the loss is at least a tenth of the rate that bounds a multi-node step, else WARN (decision 0020).
 
     `share` (0 to 1) is the lost fraction of a rate that the step waits for: link bandwidth, clock of the slowest GPU.

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
-from contracts.finding import Finding, Status, rate_loss
+from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table, read_texts
 from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
 from hardware.units import gigabits, some
 from probes.api import finding, list_codes
-from topology.derive import reference_of
+from topology.derive import find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.paths import gigabytes
 
@@ -37,14 +37,14 @@ def check(
     """
     findings = (
         _check_nvlink_missing(node), _check_nvlink_asymmetric(node), _check_nvlink_board(node),
-        _check_gpu_nic(node, farthest_gdr(gdr_level)), _check_undecidable(node), _check_virtual(node),
+        _check_gpu_nic(node, find_farthest_gdr(gdr_level)), _check_undecidable(node), _check_virtual(node),
         _check_gdr_refused(node), _check_rails(node), _check_nic_pcie(node), _check_gpu_pcie(node),
         _check_reference(node, gpus_on_bus, in_container),
     )  # fmt: skip
     return tuple(chain.from_iterable(findings))
 
 
-def farthest_gdr(level: str | None) -> PathClass | None:
+def find_farthest_gdr(level: str | None) -> PathClass | None:
     """Return the longest path on which NCCL_NET_GDR_LEVEL allows GPUDirect RDMA; None if it is not set or invalid.
 
     Specification: NCCL user guide, NCCL_NET_GDR_LEVEL, and src/graph/paths.cc: names in capital letters, or the older
@@ -56,7 +56,7 @@ def farthest_gdr(level: str | None) -> PathClass | None:
     return PathClass[text] if text in PathClass.__members__ and PathClass[text] <= PathClass.SYS else None
 
 
-def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
+def uses_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by default or because of the job's level."""
     if farthest is None:
         return near.gdr_by_default
@@ -79,7 +79,7 @@ def _count_switch_links(node: NodeTopology) -> int:
 
 
 def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
-    row = reference_of(node)
+    row = find_reference(node)
     pairs = [pair for pair in node.gpu_pairs() if pair.label != UNKNOWN]
     if not any(pair.nvlinks for pair in pairs) or not (_count_switch_links(node) or (row and row.all_to_all)):
         return
@@ -102,7 +102,7 @@ def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
             highest = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
             evidence = (*_format_pairs(of_gpu[:2]), *warnings[:2])
-            status = rate_loss(1.0 - highest / full)
+            status = by_loss(1.0 - highest / full)
             yield finding(TEXTS, "topology.nvlink.asymmetric", status, gpu.name, evidence, most=highest, full=full)
 
 
@@ -122,7 +122,7 @@ def _check_nvlink_board(node: NodeTopology) -> Iterator[Finding]:
     labels = {pair.label for pair in pairs}
     if not pairs or not node.nvlink_known or labels - {"SYS", "NODE", "PHB"}:
         return
-    row = reference_of(node)
+    row = find_reference(node)
     sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
     of_board = len(node.gpus) >= 8 and not all(is_card(gpu.model) for gpu in node.gpus)
     own_nic = of_board and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
@@ -144,7 +144,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     # A ring enters the node at the GPU nearest to the NIC. If that GPU uses GPUDirect RDMA, collectives are as fast
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     decided = [near for near in node.nearest_nic if near.decidable]
-    direct = {nic for near in decided if by_gdr(near, farthest) for nic in near.nics}
+    direct = {nic for near in decided if uses_gdr(near, farthest) for nic in near.nics}
     # Unnamed GPUs in the shape of a GB200 or GB300 tray may reach their NICs over C2C, with GPUDirect RDMA.
     shape = len(node.gpus) == 4 and {near.label for near in decided} == {"NODE"}
     tray = shape and not any(gpu.model for gpu in node.gpus) and _count_switch_links(node) == most_links()
@@ -170,7 +170,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 near.gpu, (*_cite_pairs(node, near), *relay), where=place,
                 nics=some(near.nics, limit=4), near=near, closed=_text("no_pxn") * node.nvlink_known + hidden,
             )  # fmt: skip
-        elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
+        elif near.path is not None and not uses_gdr(near, farthest) and near.gpu not in no_gdr:
             designed, relay = _judge_by_design(node, near), _find_relay(node, near) if _shares_nics(node) else ()
             yield finding(
                 TEXTS, "topology.gdr.path" + (" designed" if designed else " relayed" if relay else ""),
@@ -188,7 +188,7 @@ def _shares_nics(node: NodeTopology) -> bool:
 
 def _judge_by_design(node: NodeTopology, near: NearestNic) -> Status | None:
     """Return INFO if the path is by design: on healthy machines of this type NICs are not nearer."""
-    row = reference_of(node)
+    row = find_reference(node)
     farthest = (row.gpu_nic_farthest or row.gpu_nic) if row else None
     beyond_switches = farthest is not None and rank(farthest) > rank("PXB")
     return Status.INFO if beyond_switches and farthest and rank(near.label) <= rank(farthest) else None
@@ -278,7 +278,7 @@ def _check_rails(node: NodeTopology) -> Iterator[Finding]:
     if lost := 1.0 - usual / max(loads, default=1.0) if loads else 0.0:
         rails = "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails)
         rails = some(slow) or rails + _describe_fewer_nics(node)
-        yield finding(TEXTS, "topology.rail.uneven" + " slow" * bool(slow), rate_loss(lost), "", rails=rails)
+        yield finding(TEXTS, "topology.rail.uneven" + " slow" * bool(slow), by_loss(lost), "", rails=rails)
 
 
 def _describe_fewer_nics(node: NodeTopology) -> str:
@@ -294,7 +294,7 @@ def _describe_fewer_nics(node: NodeTopology) -> str:
 
 def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
     """Report RDMA NICs whose current PCIe link is slower than their port: link degraded, or slot too small."""
-    row = reference_of(node)
+    row = find_reference(node)
     soldered = row is not None and row.nics_soldered  # the vendor chose the number of lanes
     for nic in node.nics:
         rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
@@ -305,7 +305,7 @@ def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
                 continue
             subject = f"link, {nic.pcie_link}," if trained_down else "slot"
             case = " trained_down" if trained_down and rate <= slot * RAW_OVER_PLAN else ""
-            status = rate_loss(1.0 - carried * RAW_OVER_PLAN / rate)
+            status = by_loss(1.0 - carried * RAW_OVER_PLAN / rate)
             if not trained_down and rate <= carried * RAW_OVER_PLAN * (nic.ports or 1):
                 case, status = " ports", Status.INFO  # the card is made for one port at its full rate
             yield finding(
@@ -339,7 +339,7 @@ def _check_gpu_pcie(node: NodeTopology) -> Iterator[Finding]:
         by_nvlink = any(link.count for link in gpu.nvlinks)  # only traffic to a NIC or the host uses this link
         lost = max(0.0, 1.0 - slot * RAW_OVER_PLAN / rate) if by_nvlink and rate else 0.0 if by_nvlink else 1.0 - share
         fields = {"than": than, "slot": gigabytes(slot), "share": share}
-        yield finding(TEXTS, "topology.gpu.pcie_bound", rate_loss(lost), gpu.name, (), gpu=gpu, **fields)
+        yield finding(TEXTS, "topology.gpu.pcie_bound", by_loss(lost), gpu.name, (), gpu=gpu, **fields)
 
 
 def _check_gdr_refused(node: NodeTopology) -> Iterator[Finding]:
@@ -360,9 +360,9 @@ def _check_gdr_refused(node: NodeTopology) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def departures(node: NodeTopology) -> tuple[str, ...]:
+def describe_departures(node: NodeTopology) -> tuple[str, ...]:
     """Describe each difference from the reference machine; empty if there is none, or no reference."""
-    row = reference_of(node)
+    row = find_reference(node)
     return () if row is None else tuple(text for _, text in _find_departures(node, row))
 
 
@@ -418,7 +418,7 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
     Servers with PCIe cards may be built with fewer GPUs, and a container may get fewer RDMA devices than its host has.
     Missing NVLinks cost their share of every collective, even if all GPUs lack the same number.
     """
-    row = reference_of(node)
+    row = find_reference(node)
     if row is None:
         return
     lost = bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
@@ -430,5 +430,5 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
         few_nics = kind == "devices" and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
         share = left if few_nics else fewest / full if kind == "fewer NVLinks" else 1.0
         key = "topology.nic.missing reference" if few_nics else "topology.reference.mismatch"
-        status = Status.FAIL if lost and kind == "GPUs" else rate_loss(1.0 - share)
+        status = Status.FAIL if lost and kind == "GPUs" else by_loss(1.0 - share)
         yield finding(TEXTS, key, status, "", evidence, departure=departure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ def render_template(module: str, name: str, **values: Any) -> str:
     return templates.get_template(name).render(**values) + "\n"
 
 
-def why_unwritable(path: Path, *, folder: bool = False) -> str:
+def explain_unwritable(path: Path, *, folder: bool = False) -> str:
     """Return why no file can be written at `path`, or in it if `folder` is set (it may be missing); "" if one can.
 
     Called before a verb generates load, so that no run is lost because its result cannot be stored. Writes nothing.
@@ -105,6 +105,12 @@ def print_text(text: str, *, nl: bool = True, err: bool = False) -> None:
     except BrokenPipeError:
         if not err:
             discard_output()
+
+
+def print_notes(notes: Iterable[str], word: str = "note") -> None:
+    """Print each note as a line on stderr, after `word`; empty ones are omitted."""
+    for note in filter(None, notes):
+        print_text(f"{word}: {note}", err=True)
 
 
 def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:

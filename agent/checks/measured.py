@@ -1,28 +1,24 @@
-"""Checks based on a measurement (a benchmark, its evidence, a run) or on a baseline, and the codes of all checks."""
+"""Checks of measurements: a benchmark, its evidence, and a run compared with its forecast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from agent.base import units
+from agent.checks.codes import RUN_CODES, make_finding
 from agent.checks.findings import ORDER
-from agent.checks.host_checks import EXPECT_CODES, is_gdrdma_possible, make_unmeasured, without_secrets
-from agent.checks.verdict import IN_BASELINE, GateError, View, judge
-from collectives.bench.results import Bar, BenchResult, Measurement, RdmaResult, RdmaWrite, read_as
-from contracts import bounded, plain
+from agent.checks.host_checks import is_gdrdma_possible, make_unmeasured
+from agent.checks.verdict import judge
+from agent.checks.view import View
+from collectives.bench.results import Bar, BenchResult, Measurement
 from contracts.finding import Finding, Status
+from contracts.redaction import without_secrets
 from contracts.run_record import Comparison, RunRecord, compare
-from contracts.tables import read_table
-from planner.lint.findings import CODES as ENVIRONMENT_CODES
-from probes.api import Snapshot, finding
-from probes.pci import probe as pci_probe
-from probes.pci.facts import PciFacts
-from probes.registry import ALL, SCAN_CODES
+from probes.api import Snapshot
 from topology.build import build
-from topology.check import CODES as TOPOLOGY_CODES, departures
+from topology.check import describe_departures
 from topology.expected import FAILS_BELOW
 from topology.paths import CURRENT, HEALTHY, Bar as BarName
 
@@ -33,24 +29,14 @@ BARS: tuple[BarName, ...] = (HEALTHY, CURRENT)
 JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
 MOST_JUDGED_BYTES = 8 << 30  # checked for any number of ranks: larger sizes do not fit next to a job
-BASELINE_LEAST = 0.8  # fraction of the baseline; healthy links: 0.88 to 0.98 of wire rate (stas00, aws-samples)
-_TEXTS = read_table(__file__, "findings.toml")
-
-
-def make_finding(
-    key: str, node: str, status: Status | None = None, *, subject: str = "", evidence: tuple[str, ...] = (),
-    **values: object,
-) -> Finding:  # fmt: skip
-    """Create the finding with this key of findings.toml for a node, and fill in its texts."""
-    return replace(finding(_TEXTS, key, status, subject, evidence, **values), node=node)
 
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
     """Return whether a result of this size shows the link bandwidth; smaller sizes measure latency."""
-    return op in JUDGED_OPS and size_bytes >= judged_bytes(ranks)
+    return op in JUDGED_OPS and size_bytes >= choose_bytes(ranks)
 
 
-def judged_bytes(ranks: int) -> int:
+def choose_bytes(ranks: int) -> int:
     """Return the message size S at which `ranks` are evaluated."""
     return min(JUDGED_BYTES_PER_RANK * ranks, MOST_JUDGED_BYTES)
 
@@ -72,14 +58,6 @@ def find_least_bandwidth(m: Measurement) -> float | None:
 def is_judged_result(m: Measurement) -> bool:
     """Return whether the result was measured with enough bytes, or has a baseline."""
     return any(bar.name == BASELINE for bar in m.bars) or (bool(m.bars) and is_judged(m.op, m.bytes, len(m.ranks)))
-
-
-def make_baseline_bar(then: float, *notes: str) -> Bar:
-    """Return the bar for a baseline value, in bytes/s."""
-    reasons = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
-    return Bar(
-        name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*reasons, *notes)
-    )  # fmt: skip
 
 
 def _explain_unjudged(result: BenchResult) -> str:
@@ -113,7 +91,7 @@ def _compare_with_bars(m: Measurement, node: str, result: BenchResult, snapshots
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
     case, fields = _find_cause(m, first, now, result, snapshots)
     fabric = result.evidence.fabric if result.evidence and case in _PROVES else ()
-    evidence = (*_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
+    evidence = (*_format_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
     return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **fields)
 
 
@@ -145,7 +123,7 @@ def _find_cause(
         return " nvls", {"ring": units.rate(first.ring_high)}
     expected = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < expected:
-        missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
+        missing = [text for snapshot in snapshots for text in describe_departures(build(snapshot))]
         return " links", {"missing": "; ".join(missing) or _describe_difference(first, now)}
     remote = result.evidence.inter_node_transport if result.evidence else None
     if hosts > 1 and len(result.nvlink_domains) == 1 and result.nvlink_domains[0] and remote != "NVLink (MNNVL)":
@@ -164,24 +142,6 @@ def _describe_difference(first: Bar | None, now: Bar) -> str:
 
 
 # The checks of a benchmark and of a run.
-
-
-def _list_codes(*families: str) -> tuple[str, ...]:
-    """Return the codes of findings.toml that begin with one of these words."""
-    return tuple(dict.fromkeys(code for key in _TEXTS if (code := key.split()[0]).startswith(families)))
-
-
-RDMA_BENCH_CODES = _list_codes("bench.rdma.")
-BENCH_CODES = tuple(code for code in _list_codes("bench.", "evidence.") if code not in RDMA_BENCH_CODES)
-RUN_CODES = _list_codes("run.", "forecast.")
-SEARCH_CODES = _list_codes("search.")
-CLUSTER_CODES = _list_codes("cluster.")
-PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
-HOST_CODES: tuple[str, ...] = (  # checks that a preflight of a host can perform
-    *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,
-)  # fmt: skip
-ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *SEARCH_CODES, *CLUSTER_CODES)
-"""Every finding code of the product: the frozen surface that docs/reference/findings.md and the gate share."""
 
 
 def with_bench(view: View, bench: BenchResult | None, at_seconds: float | None = None) -> View:
@@ -261,18 +221,18 @@ def _check_evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: st
     status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(log.gdrdma, Status.FAIL if could else Status.INFO)
     gdrdma = make_finding(
         "evidence.gdrdma.off" if could else "evidence.gdrdma.off impossible", node, status,
-        evidence=_lines(log.proof[:4]), gdrdma=log.gdrdma,
+        evidence=_format_lines(log.proof[:4]), gdrdma=log.gdrdma,
         counts=f"{', '.join(counts_seen)} {noun}" if counts_seen else "no channel seen",
     )  # fmt: skip
     problems = [
         make_finding("evidence.log.problem", node, Status(problem.severity), subject=problem.code,
-             evidence=_lines(problem.lines[:3]), problem=problem)
+             evidence=_format_lines(problem.lines[:3]), problem=problem)
         for problem in log.problems
     ]  # fmt: skip
     return [gdrdma, *(problems or [make_finding("evidence.log.problem pass", node)])]
 
 
-def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
+def _format_lines(proof: Iterable[Any]) -> tuple[str, ...]:
     return tuple(f"line {line.line}: {line.text}" for line in proof)
 
 
@@ -301,151 +261,3 @@ def _check_forecast(line: Comparison, node: str) -> Finding:
         forecast=units.interval(line.forecast, line.unit),
         measured=units.seconds(line.measured) if line.unit == "s" else units.size(line.measured),
     )  # fmt: skip
-
-
-# Baselines: `--save` stores a good state, `--baseline` reads it, and the checks of a run are compared with it. A
-# baseline is one file that every verb can read: the report of a preflight, or the result of a benchmark of collectives
-# or RDMA writes. Findings that the baseline already contains are shown but do not fail. A check that passed there must
-# be measured again, and a GPU or HCA that the PCI bus showed there must still be on the bus.
-
-REPORT_VERSION = 1  # of report.json: increased if an older reader would misread the file
-LIMIT_BYTES = 32 << 20
-Key = tuple[str, str, str]  # code, node, subject
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
-    """The good state in a baseline file; a member that the file does not contain is empty."""
-
-    statuses: Mapping[Key, Status] = field(default_factory=dict)
-    buses: Mapping[str, PciFacts] = field(default_factory=dict)  # devices on the PCI bus, by node
-    busbw: Mapping[tuple[str, int, int, str], float] = field(default_factory=dict)  # by op, S, ranks, backend: bytes/s
-    writes: Mapping[str, RdmaWrite] = field(default_factory=dict)  # by port
-
-
-_MEMBERS = {"statuses": "checks of a host", "busbw": "verified benchmark of collectives", "writes": "RDMA writes"}
-
-
-def read_baseline(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
-    """Read the baseline from a file; return an empty one if `path` is None.
-
-    Raises GateError if the file is not a baseline, or if it contains none of the members in `needs`: then nothing would
-    be compared, and the result would look like a pass.
-    """
-    if path is None:
-        return Baseline()
-    try:
-        baseline = _read_baseline(path)
-    except (AttributeError, KeyError, TypeError) as error:  # a report without a member that every report has
-        raise GateError(f"--baseline {path}: {error!r}") from None
-    except (OSError, ValueError) as error:
-        raise GateError(f"--baseline {path}: {getattr(error, 'strerror', None) or error}") from None
-    if needs and not any(getattr(baseline, name) for name in needs):
-        members = " or ".join(_MEMBERS[name] for name in needs)
-        raise GateError(f"--baseline {path}: contains no {members}; give a file that --save of the same command wrote")
-    return baseline
-
-
-def _read_baseline(path: Path) -> Baseline:
-    value = plain.loads(bounded.read(path, LIMIT_BYTES))
-    value = value if isinstance(value, dict) else {}
-    if "writes" in value:
-        return Baseline(writes={write.port: write for write in read_as(value, RdmaResult).writes})
-    if "measurements" in value:
-        return Baseline(busbw=_read_busbw(value))
-    if not isinstance(value.get("checks"), list):
-        raise GateError("no report and no benchmark; `preflight --host RECORDING --save FILE` makes a report")
-    version = value.get("schema_version")
-    if not isinstance(version, int) or not 1 <= version <= REPORT_VERSION:
-        raise GateError(f"schema_version is {version!r}; this release reads 1 to {REPORT_VERSION}")
-    buses = {
-        str(snapshot["hostname"]): plain.read(snapshot["outcomes"]["pci"]["facts"], PciFacts)
-        for snapshot in value.get("snapshots") or ()
-        if "facts" in snapshot["outcomes"].get("pci", {})
-    }
-    busbw = _read_busbw(value["bench"]) if value.get("bench") else {}
-    return Baseline(statuses=_select_worst(value["checks"]), buses=buses, busbw=busbw)
-
-
-def _read_busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
-    result = read_as(bench, BenchResult)
-    return {_measured_as(m): m.busbw_bytes_per_second for m in result.measurements if m.verified}
-
-
-def _match_single_node(now: Iterable[str], then: Iterable[str]) -> dict[str, str]:
-    """Return the name in the baseline of the only node, if the run and the baseline have one node each."""
-    now, then = set(now), set(then)
-    return {now.pop(): then.pop()} if len(now) == len(then) == 1 else {}
-
-
-def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> tuple[Finding, ...]:
-    """Return a failure for each kind of device of which a host's PCI bus shows fewer than in the baseline.
-
-    A GPU or HCA that left the bus has no check that could fail. A baseline without a scan has no device counts.
-    """
-    now = {snapshot.hostname: facts for snapshot in snapshots if (facts := snapshot.facts(PciFacts))}
-    alias = _match_single_node(now, baseline.buses)
-    findings = []
-    for node, facts in now.items():
-        before = baseline.buses.get(alias.get(node, node))
-        for key, noun, listed in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
-            earlier = {device.bus_id for device in listed(before)} if before else set()
-            have = {device.bus_id for device in listed(facts)}
-            if len(have) < len(earlier):
-                lost = ", ".join(sorted(earlier - have))
-                findings.append(make_finding(
-                    f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(earlier)}", have=len(have), had=len(earlier),
-                    words=f"{noun}{'' if len(have) == 1 else 's'}", one=noun, lost=lost,
-                ))  # fmt: skip
-    return tuple(findings)
-
-
-def _select_worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
-    worst: dict[Key, Status] = {}
-    for check in checks:
-        key = str(check["code"]), str(check["node"]), str(check["subject"])
-        if check["status"] not in ORDER:
-            raise ValueError(f"status {check['status']!r}: must be one of {', '.join(ORDER)}")
-        worst[key] = min(check["status"], worst.get(key, check["status"]), key=ORDER.index)
-    return worst
-
-
-def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tuple[Finding, ...]:
-    """Change findings that the baseline contains to "info", and checks that can no longer be measured to "fail".
-
-    Nodes are matched by name. If the run and the baseline have one node each, they are treated as the same node.
-    """
-    checks = tuple(checks)
-    alias = _match_single_node((c.node for c in checks if c.node), (node for _, node, _ in baseline if node))
-    passed = {(code, node) for (code, node, _), status in baseline.items() if status == "pass"}
-
-    def judged(check: Finding) -> Finding:
-        node = alias.get(check.node, check.node)
-        if check.status == "unknown" and (check.code, node) in passed:
-            reason = f"passed in the baseline, not measured now: {check.message}"
-            return replace(check, status=Status.FAIL, message=reason)
-        before = baseline.get((check.code, node, check.subject))
-        if check.status in ("fail", "warn") and before is not None and ORDER.index(before) <= ORDER.index(check.status):
-            return replace(check, status=Status.INFO, message=f"{IN_BASELINE}{check.message}")
-        return check
-
-    return tuple(map(judged, checks))
-
-
-def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
-    """Add a bar from the baseline before the other bars of each measurement, at the largest size that both have."""
-    comparable = [m for m in result.measurements if before.get(_measured_as(m))]
-    largest = {(m.op, len(m.ranks)): m.bytes for m in sorted(comparable, key=lambda m: m.bytes)}
-    measurements = []
-    for m in result.measurements:
-        if m in comparable and largest[m.op, len(m.ranks)] == m.bytes:
-            then = before[_measured_as(m)]
-            bar = make_baseline_bar(then)
-            others = tuple(each for each in m.bars if each.name != BASELINE)
-            m = replace(m, bars=(bar, *others), expected_busbw_bytes_per_second=then, expectation=bar.why)
-        measurements.append(m)
-    return replace(result, measurements=tuple(measurements))
-
-
-def _measured_as(m: Measurement) -> tuple[str, int, int, str]:
-    return m.op, m.bytes, len(m.ranks), m.backend

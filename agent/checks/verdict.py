@@ -1,36 +1,16 @@
-"""The gate, which turns findings into a verdict and exit code, and the view, which holds all facts known at one time.
-
-The exit codes are a table in docs/reference/exit-codes.md. A view is computed once per scan and used by every request.
-"""
+"""The gate, which turns findings into a verdict and an exit code: docs/reference/exit-codes.md has the table."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from agent.base import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_PASS, EXIT_STOPPED, EXIT_UNKNOWN, EXIT_WARNED, units
 from agent.checks.findings import MANY_CODES, ORDER, group_findings, sort_worst_first
-from agent.checks.host_checks import check_hosts
 from contracts.finding import Finding, Status
-from probes.api import Snapshot
-from probes.gpu.facts import GpuFacts
-from probes.gpu.health import FREE_MEMORY, is_full, name_subject
-from probes.hostinfo.probe import HostinfoFacts
-from probes.interfaces.facts import InterfacesFacts
-from topology.build import build
-from topology.cluster import join
-from topology.graph import NodeTopology
-
-if TYPE_CHECKING:
-    from agent.checks.expect import NodeExpectation
-    from agent.checks.history import Event
-    from collectives.bench.results import BenchResult
-    from collectives.search.plan import SearchResult
-    from contracts.run_record import RunRecord
 
 FailOn = Literal["fail", "warn", "unknown"]
 IN_BASELINE = "also in the baseline: "  # a failure or warning that --baseline turned into info
@@ -56,7 +36,7 @@ def select(
 ) -> tuple[Finding, ...]:
     """Remove skipped checks and mark required ones; patterns are shell-style: "rdma.*".
 
-    Raises GateError if a pattern matches none of `known` and no check, because a typing error must not look like a
+    Raises GateError if a pattern matches none of `codes` and no check, because a typing error must not look like a
     pass. A required check without any result is added as unknown.
     """
     checks = tuple(checks)
@@ -153,61 +133,3 @@ def _count_listed(checks: Sequence[Finding]) -> dict[str, int]:
         worst.setdefault(check.code, check.status)
     groups, codes = Counter(group.status for group in group_findings(checks)), Counter(worst.values())
     return {status: (groups if status in ("fail", "warn") else codes)[status] for status in ORDER}
-
-
-# The view.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """Snapshots, the results derived from them, and the latest benchmark and runs."""
-
-    snapshots: tuple[Snapshot, ...]
-    topologies: tuple[NodeTopology, ...]
-    checks: tuple[Finding, ...]
-    verdict: Verdict
-    made_at_seconds: float
-    made_at_monotonic: float = field(default_factory=time.monotonic)  # seconds; not affected by changes of the clock
-    bench: BenchResult | None = None
-    bench_at_seconds: float | None = None
-    search: SearchResult | None = None  # the latest search for bad nodes that this host planned
-    runs: tuple[RunRecord, ...] = ()  # newest first
-    events: tuple[Event, ...] = ()  # the newest events, oldest first; only for the resident agent's own host
-    since: Mapping[tuple[str, str], float] = field(default_factory=dict)  # Unix time of each finding: code, subject
-
-
-def build_view(
-    snapshots: Sequence[Snapshot], *, runs: tuple[RunRecord, ...] = (), earlier: Sequence[Snapshot] = (),
-    expected: Sequence[NodeExpectation] | str = (), search: SearchResult | None = None,
-) -> View:  # fmt: skip
-    """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
-
-    `expected` contains the expectations for each host, or the reason why they could not be read.
-    """
-    topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
-    checks = check_hosts(snapshots, topologies, earlier=earlier, expected=expected)
-    return View(
-        snapshots=tuple(snapshots), topologies=topologies, checks=checks, verdict=judge(checks),
-        made_at_seconds=time.time(), runs=runs, search=search,
-    )  # fmt: skip
-
-
-def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snapshot:
-    """Apply a job's environment variables to the host, so that no check blames the host for settings of the job."""
-    snapshot = snapshot.with_facts(HostinfoFacts, lambda facts: replace(
-        facts, nccl_environment={**(facts.nccl_environment or {}), **environment}))  # fmt: skip
-    return snapshot.with_facts(InterfacesFacts, lambda facts: replace(
-        facts, socket_ifname=environment.get("NCCL_SOCKET_IFNAME") or facts.socket_ifname,
-        gloo_ifname=environment.get("GLOO_SOCKET_IFNAME") or facts.gloo_ifname))  # fmt: skip
-
-
-def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
-    """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
-    facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
-    full = {(node, name_subject(gpu)) for node, gpu_facts in facts for gpu in gpu_facts.gpus if is_full(gpu)}
-    return tuple(
-        replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
-        if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full
-        else check
-        for check in checks
-    )

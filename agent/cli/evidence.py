@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 @command("evidence")
 @click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
 def evidence(
-    source: tuple[str, ...],
-    fail_on: Literal["fail", "warn"],
-    require_gdrdma: bool,
-    form: str,
-    verbose: bool,
+    source: tuple[str, ...], fail_on: Literal["fail", "warn"], require_gdrdma: bool, form: str, verbose: bool
 ) -> None:
     """Read the logs, print what they prove, and exit with the verdict's code."""
     from collectives.nccl_log import evidence as reader
@@ -92,7 +88,7 @@ def print_evidence(out: Console, result: Evidence, *, verbose: bool = False) -> 
     for host, networks in result.by_host.items():
         for network, way in networks.items():
             rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
-            hosts.setdefault(f"{way.total} via NET/{network}{rdma}", []).append(host)
+            hosts.setdefault(f"{way.total} via {'COLL' * (network == 'SHARP')}NET/{network}{rdma}", []).append(host)
     rows += [("", f"{list_names(names)}: {text}{' each' * (len(names) > 1)}") for text, names in hosts.items()]
     rows.append(("NVLS", _NVLINK_WORDS[result.nvls_use]))
     if result.mnnvl_use not in ("unknown", "off"):

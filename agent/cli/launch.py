@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from agent.base.options import (
     read_snapshots,
     require_writable,
 )
-from agent.base.output import Progress, console, print_text, render, write_result
+from agent.base.output import Progress, console, print_notes, print_text, render, write_result
 from agent.base.units import count
 from contracts import plain
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from agent.jobs.launch import FinishedJob
     from contracts.finding import Finding
     from contracts.job_config import JobPlan
-    from contracts.layout import Layout
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation
     from probes.api import Snapshot
@@ -49,11 +49,9 @@ def launch(
     from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
     from agent.terminal.advice import list_layout_properties, print_rejected
-    from planner.kubernetes.manifests import storage_rate
     from planner.recommend import ROWS
     from probes.registry import ALL
 
-    options["storage_rate"] = storage_rate(options["storage_rate"])  # bytes per second
     if options["api"] == "slurm" and form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
     dry_form = (form or "yaml") if dry_run else None
@@ -64,13 +62,11 @@ def launch(
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     request = job_settings.build_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
-    advice, options["trainer"], reason = job_settings.choose_trainer(
+    advice, reason = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], snapshots
     )
     advice = with_fsdp(advice)
-    for line in advice.unknowns:
-        if line.startswith(ROWS):
-            print_text(f"note: {line}", err=True)
+    print_notes(line for line in advice.unknowns if line.startswith(ROWS))
     if advice.chosen is None:
         print_rejected(console(), advice)
         raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), reason))))
@@ -80,14 +76,13 @@ def launch(
         for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
-        settings = job_settings.read_settings(options["config"], options["overrides"], options["trainer"]).explicit
-        folder = Path(settings.get("output_dir", "finetune-output"))
+        folder = Path(job_settings.read_explicit_settings(advice, options).get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, snapshots, folder, dry_form, options)
     elif options["api"] != "local":
         _launch_on_cluster(advice, snapshots, dry_form, options)
     else:
-        _launch_locally(advice, advice.chosen.layout, snapshots, folder, timeout, dry_form, options)
+        _launch_locally(advice, snapshots, folder, timeout, dry_form, options)
 
 
 def _launch_on_cluster(
@@ -115,10 +110,8 @@ def _launch_on_cluster(
         documents = (*networks.network(network), *documents)
     of_network = cluster_job.list_network_warnings(snapshots, options["host_mofed"]) if options["with_network"] else ()
     notice = describe_grace(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options["storage_rate"])
-    for line in filter(None, (*plan.notes, *left_out, notice)):
-        print_text(f"note: {line}", err=True)
-    for wrong in (*of_network, *cluster_job.list_warnings(spec)):
-        print_text(f"warning: {wrong}", err=True)
+    print_notes((*plan.notes, *left_out, notice))
+    print_notes((*of_network, *cluster_job.list_warnings(spec)), "warning")
     if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
         print_text("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
     if form == "json":
@@ -144,8 +137,7 @@ def _launch_on_slurm(
         print_text(script, nl=False)
         if not folder.is_dir():
             notes.append(f"the folder {folder} must exist before the script is submitted")
-    for line in notes:
-        print_text(f"note: {line}", err=True)
+    print_notes(notes)
     if form:
         return
     require_writable("--output", folder, folder=True)
@@ -164,14 +156,12 @@ def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> Non
         for line in cluster_job.create(client, documents):
             print_text(line)
     finally:
-        for text in warned:
-            print_text(f"warning: the API server says: {text}", err=True)
+        print_notes(warned, "warning: the API server says")
 
 
 def _print_plan(plan: JobPlan, command: Sequence[str], notes: Iterable[str], form: str) -> None:
     """Print the plan and the command of a job, instead of starting it."""
-    for line in notes:
-        print_text(f"note: {line}", err=True)
+    print_notes(notes)
     print_text(render(plain.write(plan), form), nl=False)
     print_text("# " + shlex.join(command), err=form == "json")  # JSON has no comments
 
@@ -184,8 +174,8 @@ def _pass_gate(
     Exits if a check fails.
     """
     from agent.checks.measured import require_measured, with_bench
-    from agent.checks.verdict import build_view, with_environment
-    from agent.jobs.benchmark import measure, stop_on_signals
+    from agent.checks.view import build_view, with_environment
+    from agent.jobs.benchmark import build_preflight_spec, measure, stop_on_signals
 
     if options["no_preflight"]:
         return
@@ -194,14 +184,15 @@ def _pass_gate(
     _require_pass(view.checks, options)
     if options["measure"]:
         with stop_on_signals(signal.SIGTERM) as (stop, _):
-            result = measure(snapshots[0], ranks, progress, stop, quick=True, environment=settings)
+            spec = build_preflight_spec(snapshots[:1], ranks, quick=True)
+            result = measure(replace(spec, environment=settings), progress, stop)
         checks = with_bench(view, result).checks
         _require_pass(checks if result.stopped_by else require_measured(checks), options, result.stopped_by or "")
 
 
 def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: str = "") -> None:
     """Exit if these checks do not pass. A required check that is unknown stops the job."""
-    from agent.checks.measured import ALL_CODES
+    from agent.checks.codes import ALL_CODES
     from agent.checks.verdict import judge, select
 
     checks = select(checks, require=options["require"], codes=ALL_CODES)
@@ -234,8 +225,7 @@ def _launch_script(
     if form:
         _print_plan(plan.document, plan.words, plan.notes, form)
         return
-    for line in plan.notes:
-        print_text(f"note: {line}", err=True)
+    print_notes(plan.notes)
     record = _run_here(
         snapshots, options, folder, plan.document.environment, plan.ranks,
         f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),
@@ -245,23 +235,23 @@ def _launch_script(
 
 
 def _launch_locally(
-    advice: Recommendation, layout: Layout, hosts: Sequence[Snapshot], folder: Path, timeout: float, form: str | None,
+    advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, timeout: float, form: str | None,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Print the plan of the job in `form`, or run it if `form` is None."""
-    from agent.advice.job_settings import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace
+    from agent.advice.job_settings import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace, require_layout
     from agent.jobs import launch as launcher
     from agent.terminal import measured
 
+    layout = require_layout(advice).layout
     plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
     if form:
         _print_plan(plan, launcher.build_command(folder / "plan.json", layout.world_size), plan.notes, form)
         return
     seconds = estimate_grace(advice, options["storage_rate"])
-    if notice := describe_grace(advice, "the ranks", seconds, GRACE_SECONDS, options["storage_rate"]):
-        print_text(f"note: {notice}", err=True)
+    print_notes([describe_grace(advice, "the ranks", seconds, GRACE_SECONDS, options["storage_rate"])])
     record = _run_here(
-        hosts, options, folder, {setting.name: setting.value for setting in advice.settings},
+        snapshots, options, folder, {setting.name: setting.value for setting in advice.settings},
         layout.world_size, layout.family,
         lambda note: launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=note),
     )  # fmt: skip
@@ -327,16 +317,15 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
     snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
     wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, snapshots, options)
-    print_text(_difference(text, wrapped, source, str(output or source)), nl=False)
-    for line in notes:
-        print_text(f"note: {line}", err=True)
+    print_text(_make_diff(text, wrapped, source, str(output or source)), nl=False)
+    print_notes(notes)
     if wrapped == text:
         print_text("nothing to add", err=True)
     for path in filter(None, (output, Path(source) if in_place and wrapped != text else None)):
         write_result(path, wrapped)
 
 
-def _difference(before: str, after: str, source: str, target: str) -> str:
+def _make_diff(before: str, after: str, source: str, target: str) -> str:
     """Return a unified diff for patch(1) and `git apply -p0`; empty if the texts are equal."""
     old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
     import difflib

@@ -19,8 +19,10 @@ from agent.base.options import read_snapshots
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks import measured
+from agent.checks.baseline import make_baseline_bar
+from agent.checks.codes import RDMA_BENCH_CODES, make_finding
 from agent.checks.findings import ORDER
-from agent.checks.measured import BARS, JUDGED_OPS, format_bar, make_finding
+from agent.checks.measured import BARS, JUDGED_OPS, format_bar
 from agent.checks.verdict import GateError
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
@@ -31,7 +33,7 @@ from contracts import plain
 from contracts.finding import Finding, Status
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.situation import situation
+from planner.nccl_env.situation import make_situation
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
@@ -105,20 +107,21 @@ CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; m
 
 
 def build_preflight_spec(
-    found: Sequence[Snapshot], ranks: int, budget_seconds: float, *, force: bool, hosts: int = 1, quick: bool = False,
-    backend: str | None = None, due: Due | None = None,
+    found: Sequence[Snapshot], ranks: int, budget_seconds: float | None = None, *, force: bool = False, hosts: int = 1,
+    quick: bool = False, backend: str | None = None, due: Due | None = None,
 ) -> BenchSpec:  # fmt: skip
     """A short sweep, then what can be judged: each op with 64 MiB and more of every rank. `quick` leaves the sweep out.
 
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
     expect = make_expect(found) if (backend or detect_backend()) == "nccl" else None
-    large = (measured.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
+    large = (measured.choose_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
     return BenchSpec(
-        ops=JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, budget_seconds=budget_seconds,
-        gpu_pids=list_gpu_processes(found), force=force, expect=expect, links=describe_links(found, ranks, due),
+        ops=JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, force=force, expect=expect,
+        budget_seconds=budget_seconds or (QUICK_SECONDS if quick else BENCH_SECONDS),
+        gpu_pids=list_gpu_processes(found), links=describe_links(found, ranks, due),
         host_name=found[0].hostname if found and hosts == 1 else None,
     )  # fmt: skip
 
@@ -127,21 +130,16 @@ class BenchmarkError(click.ClickException):
     """This host could not be measured; the message is the reason."""
 
 
-def measure(
-    host: Snapshot, ranks: int, progress: Progress, stop: threading.Event, *, budget_seconds: float | None = None,
-    quick: bool = False, force: bool = False, due: Due | None = None, environment: Mapping[str, str] | None = None,
-) -> BenchResult:  # fmt: skip
+def measure(spec: BenchSpec, progress: Progress, stop: threading.Event) -> BenchResult:
     """Benchmark collectives on this host, show progress, and store the result. Raises BenchmarkError.
 
-    `quick` omits sizes that are not checked; `environment` is added to that of the ranks. SIGTERM and Ctrl-C stop the
-    benchmark, and the result is what was measured by then.
+    SIGTERM and Ctrl-C stop the benchmark, and the result is what was measured by then.
     """
-    seconds = budget_seconds or (QUICK_SECONDS if quick else BENCH_SECONDS)
-    progress.step(f"measure: {', '.join(JUDGED_OPS)} with {units.count(ranks, 'rank')}, up to {units.seconds(seconds)}")
-    spec = build_preflight_spec((host,), ranks, seconds, force=force, quick=quick, due=due)
+    ranks, seconds = units.count(spec.ranks_per_host, "rank"), units.seconds(spec.budget_seconds)
+    progress.step(f"measure: {', '.join(spec.ops)} with {ranks}, up to {seconds}")
     try:
         with stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop) as (_, signals):
-            result = run(replace(spec, environment=dict(environment or {})), make_event_printer(progress.note), stop)
+            result = run(spec, make_event_printer(progress.note), stop)
     except (RuntimeError, OSError) as error:
         raise BenchmarkError(str(error)) from None
     if signals:  # also a signal received after the last measurement
@@ -276,7 +274,7 @@ def advise_network_environment(snapshots: Sequence[Snapshot]) -> dict[str, str]:
     In a pod with a secondary network this names the interface; otherwise the ranks would use the default network.
     """
     cluster = join([build(snapshot) for snapshot in snapshots])
-    advised = nccl_env.settings(situation(snapshots, cluster, multi_node=True)).settings
+    advised = nccl_env.settings(make_situation(snapshots, cluster, multi_node=True)).settings
     return {s.name: s.value for s in advised if s.name.startswith(("NCCL_", "GLOO_")) and s.name not in os.environ}
 
 
@@ -300,7 +298,7 @@ def make_event_printer(note: Callable[[str], None]) -> Callable[[dict[str, Any]]
 
 # RDMA writes between two hosts, compared with the wire rate of the port.
 
-(LOW_BANDWIDTH,) = measured.RDMA_BENCH_CODES
+(LOW_BANDWIDTH,) = RDMA_BENCH_CODES
 # Payload fraction of the wire rate. Azure's node health checks (Azure/azurehpc-health-checks, ib_write_bw) require 380
 # of 400 Gb/s and 170 to 180 of 200. They report 393 for a healthy node and 351 for one that was taken out.
 LEAST, USUAL = 0.90, 0.97
@@ -310,7 +308,7 @@ HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 
 
 def select_ports(snapshot: Snapshot, names: Sequence[str]) -> list[Port]:
-    """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
+    """Return the ACTIVE ports of this host in order, or those in `names` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
     every = [(device, port) for device, port in _list_ports(snapshot) if port.state == "ACTIVE"]
     ports = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
     for name in names:
@@ -337,7 +335,7 @@ def with_bars(result: RdmaResult, snapshot: Snapshot, before: Mapping[str, RdmaW
         then = before.get(write.port)
         if then is not None:
             mtu = (f"in packets of {then.mtu_bytes} bytes",) if then.mtu_bytes else ()
-            bars = (measured.make_baseline_bar(then.bytes_per_second, *mtu), *bars)
+            bars = (make_baseline_bar(then.bytes_per_second, *mtu), *bars)
         writes.append(replace(write, rate_bytes_per_second=port.rate_bytes_per_second, bars=bars))
     return replace(result, writes=tuple(writes))
 

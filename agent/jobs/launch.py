@@ -116,15 +116,9 @@ def build_environment(settings: Mapping[str, str], ranks: int) -> dict[str, str]
 
 
 def run(
-    command: Sequence[str],
-    variables: Mapping[str, str],
-    output: Path,
-    timeout_seconds: float,
-    on_line: Callable[[str], None],
-    stop: threading.Event | None = None,
-    *,
-    grace_seconds: int = GRACE_SECONDS,
-) -> FinishedJob:
+    command: Sequence[str], variables: Mapping[str, str], output: Path, timeout_seconds: float,
+    on_line: Callable[[str], None], stop: threading.Event | None = None, *, grace_seconds: int = GRACE_SECONDS,
+) -> FinishedJob:  # fmt: skip
     """Run a command, write its output to a log and pass each line to `on_line`; always end its whole process tree."""
     started = time.monotonic()
     log = output / "job.log"

@@ -86,7 +86,7 @@ def create_hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[
     Once `stop` is set, the ranks end. NamespaceError gives the reason.
     """
     with contextlib.ExitStack() as stack:
-        hosts = NamespaceHosts(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
+        hosts = NamespaceHosts(tuple(rates), tuple(_hold_namespace(stack) for _ in range(HOSTS)), stop)
         for network, rate in rates.items():
             _join(hosts, network, rate)
         if stop.is_set():
@@ -95,7 +95,7 @@ def create_hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[
         yield hosts
 
 
-def _hold(stack: contextlib.ExitStack) -> int:
+def _hold_namespace(stack: contextlib.ExitStack) -> int:
     """Start a process in a new network namespace; it ends when our end of its stdin is closed."""
     process = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -153,8 +153,25 @@ def fork_rank(
 
     It enters the network namespace of process `pid` (setns(2)), sets the host name `host` and writes to `log`.
     """
-    arguments = (module, arguments_of_module, environment, pid, host, log, os.getpid())
-    rank = multiprocessing.get_context("fork").Process(target=_run_rank, args=arguments, daemon=True)
+    parent = os.getpid()
+
+    def run_rank() -> None:
+        processes.die_with_parent(parent)
+        for number in (signal.SIGTERM, signal.SIGINT):  # the handlers of the verb were forked too
+            signal.signal(number, signal.SIG_DFL)
+        with log.open("wb", buffering=0) as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.environ.update(environment)
+        os.environ.pop(processes.RUN_VARIABLE, None)
+        libc = ctypes.CDLL(None, use_errno=True)
+        with Path(f"/proc/{pid}/ns/net").open("rb") as network:
+            if libc.setns(network.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
+                raise OSError(ctypes.get_errno(), f"network namespace of process {pid}")
+        socket.sethostname(host)
+        sys.exit(importlib.import_module(module).main(arguments_of_module))
+
+    rank = multiprocessing.get_context("fork").Process(target=run_rank, daemon=True)
     rank.start()
     return rank
 
@@ -175,22 +192,3 @@ def wait_for_ranks(ranks: Sequence[ForkProcess], seconds: float, stop: threading
     if stop.is_set():
         raise NamespaceError("stopped by SIGTERM")
     return [rank.exitcode or 0 for rank in ranks]
-
-
-def _run_rank(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path, parent: int
-) -> None:
-    processes.die_with_parent(parent)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the handlers of the verb were forked too
-        signal.signal(number, signal.SIG_DFL)
-    with log.open("wb", buffering=0) as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.environ.update(environment)
-    os.environ.pop(processes.RUN_VARIABLE, None)
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path(f"/proc/{pid}/ns/net").open("rb") as network:
-        if libc.setns(network.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
-            raise OSError(ctypes.get_errno(), f"network namespace of process {pid}")
-    socket.sethostname(host)
-    sys.exit(importlib.import_module(module).main(arguments))

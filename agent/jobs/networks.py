@@ -32,7 +32,7 @@ from agent.advice.job_settings import (
 )
 from agent.base import units
 from agent.base.options import InputError, read_snapshots
-from agent.base.output import Progress, print_text, render_template, write_atomic
+from agent.base.output import Progress, print_notes, print_text, render_template, write_atomic
 from agent.base.result_store import store_run
 from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
@@ -50,7 +50,7 @@ from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from planner.forecast.machines import network_bytes_per_second
-from planner.kubernetes.manifests import Document, JobError, render as render_documents, storage_rate
+from planner.kubernetes.manifests import Document, JobError, render as render_documents
 from planner.nccl_env.situation import Reason, Setting
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
@@ -228,7 +228,7 @@ class _LocalComparison:
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
         model = self.request.required_model()
-        advice = with_fsdp(advise_cluster(self.request, cluster, (), measured=measured, calibration=timed))
+        advice = with_fsdp(advise_cluster(self.request, cluster, (), measurements=measured, calibration=timed))
         self.layout = self.layout or require_layout(advice).layout
         planned = plan(
             cluster, (), model, self.request.train, measurements=measured, calibration=timed, ranks_per_node=1
@@ -323,8 +323,7 @@ def _make_title(model: str | None, family: str, ranks: int) -> str:
 
 def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     """Run one cluster job per network, one after another; with --dry-run print the jobs instead, and return None."""
-    rate = storage_rate(options["storage_rate"])
-    options = {**options, "machine": None, "dra": (), "nodes": options["nodes"] or 2, "storage_rate": rate}
+    options = {**options, "dra": (), "nodes": options["nodes"] or 2}
     networks = parse(options["networks"], here=False)
     request = complete_request(build_request(options), options["config"], options["overrides"])
     hosts = read_snapshots(options["hosts"], ALL, root=options["root"])
@@ -339,8 +338,7 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
             bars.append(NetworkBar(network="rdma", status="not available", why=reason))
         else:
             jobs.append((network, build_documents(plan_on(advice, network, request, hosts), network, options, hosts)))
-    for line in left_out:
-        print_text(f"note: {line}", err=True)
+    print_notes(left_out)
     if options["dry_run"]:
         for bar in bars:
             print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
@@ -366,7 +364,7 @@ def plan_on(advice: Recommendation, network: Network, request: Request, hosts: S
     if not (network.rdma or network.attachment) and request.hosts:
         pods = [snapshot for snapshot in hosts if (facts := snapshot.facts(InterfacesFacts))
                 and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip
-        if wrong := why_no_interface(network.name, pods):  # of a host; a pod has its own interfaces
+        if wrong := explain_no_interface(network.name, pods):  # of a host; a pod has its own interfaces
             raise InputError(f"--over {network.name}: {wrong}")
     if network.rate:
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
@@ -381,7 +379,7 @@ def plan_on(advice: Recommendation, network: Network, request: Request, hosts: S
     return advice if network.rdma else use_tcp(advice, network.name)
 
 
-def why_no_interface(name: str, snapshots: Sequence[Snapshot]) -> str:
+def explain_no_interface(name: str, snapshots: Sequence[Snapshot]) -> str:
     """Return which recorded node lacks a usable interface of this name, and what it has; "" if none is known to."""
     for snapshot in snapshots:
         if facts := snapshot.facts(InterfacesFacts):
@@ -440,9 +438,9 @@ def run(client: Client, documents: Sequence[Document], network: Network, api: st
         time.sleep(POLL_SECONDS)
     pods = cluster_job.list_pods(client, job, api)
     if not state:
-        waiting = [text for pod in pods if (text := cluster_job.why_waiting(pod))]
+        waiting = [text for pod in pods if (text := cluster_job.explain_waiting(pod))]
         waiting = waiting or cluster_job.list_condition_reasons(now, "Suspended")
-        why = f"{cluster_job.object_name(job)} was not done within {seconds:.0f} s; it continues"
+        why = f"{cluster_job.name_object(job)} was not done within {seconds:.0f} s; it continues"
         return replace(bar, why="; ".join([why, *waiting]))
     record = next((short for pod in pods if (short := cluster_job.read_short_record(pod))), None)
     if record is None:

@@ -19,10 +19,12 @@ from agent.advice.job_settings import build_job_plan, build_job_request, build_r
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
-from agent.checks import measured, verdict as gate
+from agent.checks import baseline, measured
+from agent.checks.codes import ALL_CODES, BENCH_CODES, RUN_CODES
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import make_unmeasured
-from agent.checks.verdict import GateError, Verdict, View, build_view, judge, select
+from agent.checks.verdict import GateError, Verdict, describe_unchecked_gpus, judge, select
+from agent.checks.view import View, build_view, fail_full_gpus, with_environment
 from agent.jobs import benchmark, launch
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
@@ -60,7 +62,7 @@ class Report:
     run: RunRecord | None = None
     notes: tuple[str, ...] = ()  # stages that did not run, and why
     nodes: tuple[NodeRecord, ...] = ()  # checked from records published by their agents, without graphs
-    schema_version: int = measured.REPORT_VERSION
+    schema_version: int = baseline.REPORT_VERSION
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -83,7 +85,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     # first, so that a wrong word or file is rejected before the run
     expected = require_expectations(options["expect"], options["expect_file"])
     needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
-    before = measured.read_baseline(options["baseline"], needs)
+    before = baseline.read_baseline(options["baseline"], needs)
     read_settings(options["config"], options["overrides"])
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
@@ -100,7 +102,7 @@ class _Stages:
     options: Mapping[str, Any]
     progress: Progress
     found: tuple[Snapshot, ...]
-    before: measured.Baseline
+    before: baseline.Baseline
     expected: Sequence[NodeExpectation]
     stop: threading.Event
     notes: list[str] = field(default_factory=list)
@@ -111,49 +113,49 @@ class _Stages:
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
-            result = measured.add_baseline_bars(result, self.before.busbw)
+            result = baseline.add_baseline_bars(result, self.before.busbw)
         view = measured.with_bench(build_view(snapshots, expected=self.expected), result)
-        view = replace(view, checks=gate.fail_full_gpus(view.checks, snapshots))
+        view = replace(view, checks=fail_full_gpus(view.checks, snapshots))
         extra: list[Finding] = []
         if result is None:
             reason = self.notes[-1] if self.notes else "not requested; add --measure"
-            extra += make_unmeasured(measured.BENCH_CODES, reason)
+            extra += make_unmeasured(BENCH_CODES, reason)
         self.progress.step("recommend: environment and layout")
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = with_fsdp(advise(request, snapshots, measured=verified, calibrated=calibration))
+        advice = with_fsdp(advise(request, snapshots, measurements=verified, calibration=calibration))
         record, of_run = self._run(view, advice, result)
-        stopped = "" if record is not None else self._stopped_by(result)
+        stopped = "" if record is not None else self._get_stop_signal(result)
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.require_measured(view.checks)
-        found_checks = [*scanned, *extra, *of_run, *measured.find_missing_devices(self.before, snapshots)]
-        checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
+        found_checks = [*scanned, *extra, *of_run, *baseline.find_missing_devices(self.before, snapshots)]
+        checks = self._compare(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
             snapshots=snapshots, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
             verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
             notes=tuple(self.notes),
         )  # fmt: skip
 
-    def _stopped_by(self, result: BenchResult | None) -> str:
+    def _get_stop_signal(self, result: BenchResult | None) -> str:
         """Return the signal that ended the run; empty if none did."""
         return (result.stopped_by if result else None) or ("SIGTERM" if self.stop.is_set() else "")
 
-    def _against(self, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
+    def _compare(self, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
         """Compare the checks with the baseline; checks that a stopped run did not measure are not regressions."""
-        cut = {*measured.BENCH_CODES, *measured.RUN_CODES} if stopped else set()
+        cut = {*BENCH_CODES, *RUN_CODES} if stopped else set()
         not_measured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
         checks = [check for check in checks if check not in not_measured]
-        return (*measured.compare_with_baseline(checks, self.before.statuses), *not_measured)
+        return (*baseline.compare_with_baseline(checks, self.before.statuses), *not_measured)
 
-    def _blocking_failures(self, view: View, advice: Recommendation) -> str:
+    def _find_blocking_failures(self, view: View, advice: Recommendation) -> str:
         """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it.
 
         The checks are those of the host with the settings of the run, because a problem that they correct is none.
         """
         settings = {setting.name: setting.value for setting in advice.settings}
-        hosts = [gate.with_environment(snapshot, settings) for snapshot in view.snapshots]
+        hosts = [with_environment(snapshot, settings) for snapshot in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return name_blocking_failures(gate.fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
+        return name_blocking_failures(fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
@@ -163,11 +165,12 @@ class _Stages:
         if options["hosts"]:
             self.notes.append("not measured: recorded hosts cannot be measured")
             return None
+        spec = benchmark.build_preflight_spec(
+            self.found, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
+            due=make_due(self.expected),
+        )  # fmt: skip
         try:
-            return benchmark.measure(
-                self.found[0], self._ranks(), self.progress, self.stop, budget_seconds=options["bench_seconds"],
-                quick=options["quick"], force=options["force"], due=make_due(self.expected),
-            )  # fmt: skip
+            return benchmark.measure(spec, self.progress, self.stop)
         except benchmark.BenchmarkError as error:
             self.notes.append(f"not measured: {error}")
             return None
@@ -195,17 +198,17 @@ class _Stages:
         self, view: View, advice: Recommendation, result: BenchResult | None
     ) -> tuple[RunRecord | None, Sequence[Finding]]:
         """Train, unless something prevents it; return the record, and the checks of the run."""
-        stopped = self._stopped_by(result)
+        stopped = self._get_stop_signal(result)
         if not self.options["train"] or (self.options["hosts"] and not stopped):
-            return None, make_unmeasured(measured.RUN_CODES, "not requested; add --train")
+            return None, make_unmeasured(RUN_CODES, "not requested; add --train")
         if stopped:
-            return None, make_unmeasured(measured.RUN_CODES, f"not trained: stopped by {stopped} before that")
-        if failed := self._blocking_failures(view, advice):
+            return None, make_unmeasured(RUN_CODES, f"not trained: stopped by {stopped} before that")
+        if failed := self._find_blocking_failures(view, advice):
             self.notes.append(f"not trained: {failed}")
-            return None, make_unmeasured(measured.RUN_CODES, f"not trained: {failed}; --force trains anyway")
+            return None, make_unmeasured(RUN_CODES, f"not trained: {failed}; --force trains anyway")
         record, reason = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
-            return None, make_unmeasured(measured.RUN_CODES, reason)
+            return None, make_unmeasured(RUN_CODES, reason)
         return record, measured.check_run(record, self.found[0].hostname, reason)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
@@ -229,10 +232,10 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def name_blocking_failures(findings: Sequence[Finding], options: Mapping[str, Any], before: measured.Baseline) -> str:
+def name_blocking_failures(findings: Sequence[Finding], options: Mapping[str, Any], before: baseline.Baseline) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
-    checks = select(measured.require_measured(findings), skip=options["skip"], codes=measured.ALL_CODES)
-    checks = measured.compare_with_baseline(checks, before.statuses)
+    checks = select(measured.require_measured(findings), skip=options["skip"], codes=ALL_CODES)
+    checks = baseline.compare_with_baseline(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
     return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
 
@@ -249,8 +252,8 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     fleet = Fleet()
     fleet.read(client)
     findings = check_nodes(names, fleet, expected=expected)
-    checks = select(findings, require=options["require"], skip=options["skip"], codes=measured.ALL_CODES)
-    checks = measured.compare_with_baseline(checks, measured.read_baseline(options["baseline"], ("statuses",)).statuses)
+    checks = select(findings, require=options["require"], skip=options["skip"], codes=ALL_CODES)
+    checks = baseline.compare_with_baseline(checks, baseline.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
         verdict=judge(checks, fail_on=options["fail_on"]),
@@ -289,7 +292,7 @@ def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
     return tuple(write_atomic(folder / name, text) for name, text in files.items())
 
 
-def _blocking(report: Report) -> list[Finding]:
+def _list_blocking(report: Report) -> list[Finding]:
     """Return the checks that prevent a pass; empty if the verdict is a pass."""
     if report.verdict.exit_code == EXIT_PASS:
         return []
@@ -297,7 +300,7 @@ def _blocking(report: Report) -> list[Finding]:
     return [check for check in blocking if check.required or check.status != "unknown"] or blocking
 
 
-def _slurm_node(check: Finding) -> str:
+def _name_slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
     return name_in_slurm(check.node or read_host_name())
 
@@ -305,7 +308,7 @@ def _slurm_node(check: Finding) -> str:
 def format_slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
     of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [read_host_name()]
-    names = {_slurm_node(check) for check in _blocking(report) if check.node or of_this_host}
+    names = {_name_slurm_node(check) for check in _list_blocking(report) if check.node or of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
@@ -316,9 +319,9 @@ def format_slurm_reasons(report: Report) -> str:
     """
     unknown = report.verdict.word == "unknown"
     lines = (
-        f"{_slurm_node(check)}: {report.verdict.why}" if unknown else
-        f"{_slurm_node(check)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
-        for check in _blocking(report)
+        f"{_name_slurm_node(check)}: {report.verdict.why}" if unknown else
+        f"{_name_slurm_node(check)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
+        for check in _list_blocking(report)
     )  # fmt: skip
     return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))
 
@@ -329,7 +332,7 @@ def render_junit(report: Report) -> str:
     for check in sort_worst_first(report.checks):
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
-    aside = gate.describe_unchecked_gpus(report.checks)
+    aside = describe_unchecked_gpus(report.checks)
     return printable(
         render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
     )

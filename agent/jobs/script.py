@@ -22,7 +22,7 @@ from agent.advice.advise import Request, adapt_to_pods, advise
 from agent.advice.job_settings import add_job_settings, estimate_grace, look_up_shape, run_forecast
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
-from agent.checks.measured import ALL_CODES
+from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs.autostart.sitecustomize import REPORT
 from agent.jobs.benchmark import count_default_ranks

@@ -19,7 +19,7 @@ from agent.advice.job_settings import build_job_plan, describe_grace, estimate_g
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
-from agent.checks.measured import ALL_CODES
+from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
 from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_config import RunForecast, dump_plan
@@ -65,10 +65,10 @@ def build_script(
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if options["over"]:
-        from agent.jobs.networks import use_tcp, why_no_interface
+        from agent.jobs.networks import explain_no_interface, use_tcp
 
         check_word("--over", options["over"])
-        if wrong := why_no_interface(options["over"], snapshots):
+        if wrong := explain_no_interface(options["over"], snapshots):
             if options["hosts"]:
                 raise InputError(f"--over {options['over']}: {wrong}")
             notes.append(f"--over {options['over']}: {wrong}")

@@ -68,7 +68,7 @@ class Tally(Firsts[Key, int], Counter[Key]):
 
 
 def merge_attributes(target: object, theirs: object, names: Iterable[str]) -> None:
-    """Merge these attributes of `theirs` into `mine`: add tables, and take the larger of two plain values.
+    """Merge these attributes of `theirs` into `target`: add tables, and take the larger of two plain values.
 
     None is the smallest value, and True is larger than False.
     """
@@ -80,11 +80,10 @@ def merge_attributes(target: object, theirs: object, names: Iterable[str]) -> No
             setattr(target, name, max((each for each in (value, other) if each is not None), default=None))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Row:
     """One row of facts.toml, which describes the members."""
 
-    text: tuple[bytes, ...]
     pattern: re.Pattern[bytes]
     flag: str = ""
     count: str = ""
@@ -92,14 +91,16 @@ class _Row:
 
 
 @cache
-def _rows() -> tuple[_Row, ...]:
+def _rows() -> tuple[tuple[bytes, _Row], ...]:
+    """Return the rows, each with every one of its texts."""
     table = read_table(__file__, "facts.toml")
     rows = []
     for row in table["rows"]:
         texts = [row["text"]] if isinstance(row["text"], str) else row["text"]
         source = insert_pieces(row["pattern"], table["pieces"]) if "pattern" in row else "|".join(map(re.escape, texts))
         members = {name: row[name] for name in ("flag", "count", "proves") if name in row}
-        rows.append(_Row(tuple(text.encode() for text in texts), re.compile(source.encode()), **members))
+        fact = _Row(re.compile(source.encode()), **members)
+        rows += [(text.encode(), fact) for text in texts]
     return tuple(rows)
 
 
@@ -266,9 +267,8 @@ class Facts:
         """Store the facts of a message; return the names of those that it proves."""
         proven: list[str] = []
         self.setting = ""
-        for row in _rows():
-            if any(text in message for text in row.text):
-                self._take_row(row, message, proven)
+        for row in dict.fromkeys(row for text, row in _rows() if text in message):
+            self._take_row(row, message, proven)
         if b" set " in message and (match := _TEXTS["environment"].search(message)):
             name, value = match[1].decode(), match[2][:200].decode("utf-8", "replace")
             self.setting = f"{name}={value}"

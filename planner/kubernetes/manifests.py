@@ -71,7 +71,7 @@ def parse_toleration(taint: str) -> dict[str, str]:
 
 
 def check_form(form: str, setting: str, value: str) -> None:
-    """Raise JobError if a value does not match a format of names.toml; `what` ("name=") precedes it in the message."""
+    """Raise JobError if a value does not match a format of names.toml; `setting` ("name=") precedes it."""
     if not _has_form(form, value):
         raise JobError(f"{setting}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
 
@@ -85,14 +85,6 @@ def check_size(setting: str, size: str) -> None:
     """Raise JobError if a size is not a quantity above 0 (bytes or cores)."""
     if not quantity(size):  # None, or 0
         raise JobError(f"{setting}={size!r}: must be a quantity above 0, such as 4, 500m, 96Gi or 100G")
-
-
-def storage_rate(word: str | None) -> float | None:
-    """Return the value of --storage-rate in bytes per second; None if it is not given. Raises JobError."""
-    if word is None:
-        return None
-    check_size("--storage-rate", word)
-    return float(quantity(word) or 0)
 
 
 def check_limit(name: str, amount: str) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from contracts.finding import Finding, Status, rate_loss
+from contracts.finding import Finding, Status, by_loss
 from hardware.gpus import compute_clock_share, find_gpu, is_card, refuses_peers, soldered
 from hardware.units import some
 from probes.gpu.facts import PROC, BusGpu, Gpu, GpuBus, GpuFacts, GpuPair
@@ -119,7 +119,7 @@ def _report_twin(gpu: Gpu, row: dict[str, Any], value: float, usual: float, *, o
     share, text = min(1.0, _LEFT[row["left"]](value, usual)), row["says"]
     cost = f" {row['cost'].format(share=share)}" if value < usual else " One of them is not what it should be."
     result = finding(
-        "gpu.device.mixed twin", gpu, rate_loss(1.0 - share) if others > 1 and value < usual else Status.WARN,
+        "gpu.device.mixed twin", gpu, by_loss(1.0 - share) if others > 1 and value < usual else Status.WARN,
         own=text.format(value / row["unit"]), usual=text.format(usual / row["unit"]), cost=cost,
         others=f"{others} other {gpu.name or 'GPU'}{'s have' if others > 1 else ' has'}",
         question=row["question"], remedy=WORDS["twins"][row["remedy"]],
@@ -188,7 +188,7 @@ def _report_missing_links(gpu: Gpu, highest: int) -> Finding:
     if active == highest and not any(link.active and link.remote_kind == "nvswitch" for link in gpu.nvlinks):
         status = Status.WARN if soldered(gpu.name) else Status.INFO
     else:
-        status = Status.INFO if alone else rate_loss(1.0 - active / fitted)
+        status = Status.INFO if alone else by_loss(1.0 - active / fitted)
     return finding(
         "gpu.nvlink.missing" + (" bridge" if alone else " unlisted" * (not gpu.nvlinks)), gpu, status, active=active,
         whole=fitted, down=f"links {down}" if down else "none", share=100 * active / fitted,

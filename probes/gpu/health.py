@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
-from contracts.finding import Finding, Status, rate_loss
+from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.gpus import compute_clock_share, find_gpu
 from probes import api
@@ -185,7 +185,7 @@ def count_held_bytes(gpu: Gpu) -> int | None:
 def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
     """Report memory in use. If the GPU is busy, a job is running: INFO. Memory held on an idle GPU blocks the next job.
 
-    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.verdict.fail_full_gpus`.
+    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.view.fail_full_gpus`.
     """
     held, size = count_held_bytes(gpu), gpu.memory_bytes or 0
     if held is None or held < HELD_RATIO * size:
@@ -222,7 +222,7 @@ FULL_CLOCK_RATIO = 0.9
 
 
 def _get_clock_loss(gpu: Gpu, minimum: float) -> float:
-    """Return the lost fraction of the maximum clock; `least` if the clock does not show it, e.g. on an idle GPU."""
+    """Return the lost fraction of the maximum clock; `minimum` if the clock does not show it, e.g. on an idle GPU."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
         return minimum
     return max(minimum, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)
@@ -258,7 +258,7 @@ def _check_heat(gpu: Gpu) -> Iterator[Finding]:
         slowdowns.append(("gpu.power.brake", HW_SLOWDOWN_LOSS, "the power brake of its supply (hw_power_brake)"))
     listed = ", ".join(gpu.throttle_reasons or ())
     for code, loss, why in slowdowns:
-        yield finding(code, gpu, rate_loss(_get_clock_loss(gpu, loss)), slowed=_describe_slow(gpu, why), reasons=listed)
+        yield finding(code, gpu, by_loss(_get_clock_loss(gpu, loss)), slowed=_describe_slow(gpu, why), reasons=listed)
 
 
 _NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has its own finding
@@ -292,7 +292,7 @@ def _check_power(gpu: Gpu) -> Iterator[Finding]:
     if "sw_power_cap" in (gpu.throttle_reasons or ()):
         yield finding("gpu.power.capped", gpu, limit=limit or 0)
     if limit and default and limit < default - 0.5:  # the driver rounds both to milliwatts; 0.5 W is a safe margin
-        yield finding("gpu.power.limit", gpu, rate_loss(1.0 - compute_clock_share(limit, default)))
+        yield finding("gpu.power.limit", gpu, by_loss(1.0 - compute_clock_share(limit, default)))
 
 
 # Xids ---------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from contracts.finding import Finding, Status, rate_loss
+from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.units import gigabits
 from probes.api import Sample, finding, probe_of
@@ -96,7 +96,7 @@ def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
         # whose fast card is used through libfabric.
         fabric = better.rdma_device or (better.driver or "").startswith("cxi")
         started_only = current.role in ("host", "unknown") and fabric
-        status = Status.INFO if started_only else rate_loss(_compute_loss(current, better))
+        status = Status.INFO if started_only else by_loss(_compute_loss(current, better))
         kind = "an interface of unknown role" if current.role == "unknown" else f"a {current.role} interface"
         reason = f"{kind}{_speed(current)}"
     else:
@@ -226,7 +226,7 @@ def _compare_speeds(facts: InterfacesFacts) -> Iterator[Finding]:
             if rate < highest:
                 seen = [f"{NET}/{i.name}/speed: {(i.speed_bytes_per_second or 0) * 8e-6:g}" for i in (interface, best)]
                 yield finding(
-                    TEXTS, "interfaces.speed.low", rate_loss(1.0 - rate / highest), interface.name, tuple(seen),
+                    TEXTS, "interfaces.speed.low", by_loss(1.0 - rate / highest), interface.name, tuple(seen),
                     speed=_speed(interface)[2:], best=best.name, most=_speed(best)[2:],
                 )  # fmt: skip
 

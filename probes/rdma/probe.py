@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from contracts.finding import Finding, Status, rate_loss
+from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table
 from hardware.nics import fastest
 from hardware.units import gigabits, some
@@ -136,7 +136,7 @@ def _check_down(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> Iterato
         sisters = sum(p.state == "ACTIVE" for _, p in kin)
         carries = (sisters or device.role == RAIL) and device.kind in ("hca", "efa")  # software RDMA adds no link
         # a port's share of the ports of its model; no loss if ports of this model carry no GPU traffic
-        status = rate_loss(1.0 / (sisters + 1)) if carries else Status.WARN
+        status = by_loss(1.0 / (sisters + 1)) if carries else Status.WARN
         counted = "1 port of the same model is" if sisters == 1 else f"{sisters} ports of the same model are"
         layers = {p.link_layer for _, p in kin if p.state == "ACTIVE" and p.link_layer}
         other = port.state == "DOWN" and bool(layers and port.link_layer) and port.link_layer not in layers
@@ -182,7 +182,7 @@ def _check_bond(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Report a bond (RoCE LAG) with members that are down: the port stays ACTIVE at the rate of one member."""
     if down := [name for name, state in device.bond_members if state == "down"]:
         names, count = ", ".join(down), len(device.bond_members)
-        status, seen = rate_loss(len(down) / count), tuple(f"/sys/class/net/{name}/operstate: down" for name in down)
+        status, seen = by_loss(len(down) / count), tuple(f"/sys/class/net/{name}/operstate: down" for name in down)
         yield _report_port("rdma.port.rate bond", device, port, status, seen, names=names, down=len(down), count=count)
 
 
@@ -197,7 +197,7 @@ def _compare_rates(members: Ports) -> Iterator[Finding]:
             yield _report_port("rdma.port.rate lanes", device, port)
         elif rate and rate < best:
             yield _report_port(
-                "rdma.port.rate", device, port, rate_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
+                "rdma.port.rate", device, port, by_loss(1.0 - rate / best), rate=gigabits(rate), best=gigabits(best)
             )
 
 
@@ -317,7 +317,7 @@ def check_mtu(device: RdmaDevice, port: RdmaPort) -> Iterator[Finding]:
     """Report a port whose MTU could be larger."""
     active = port.active_mtu_bytes
     if port.link_layer == "Ethernet" and active and active < ROCE_FULL_MTU_BYTES:
-        status = rate_loss(1.0 - _compute_payload_share(active) / _compute_payload_share(ROCE_FULL_MTU_BYTES))
+        status = by_loss(1.0 - _compute_payload_share(active) / _compute_payload_share(ROCE_FULL_MTU_BYTES))
         yield _report_port("rdma.mtu.small", device, port, status)
 
 

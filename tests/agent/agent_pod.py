@@ -13,7 +13,7 @@ from rigs.tables import ROOT
 from scanned import scan
 
 from agent.base.units import parse_size
-from agent.checks.verdict import View, build_view
+from agent.checks.view import View, build_view
 from probes.host.live import ENVIRONMENT, SECRET
 from probes.host.protocol import Json
 from probes.host.recording import RecordedHost, load

@@ -18,13 +18,14 @@ from rigs.recorded import H100, NAMES, changed, each, facts, of_code, snapshot, 
 from rigs.tables import ROOT, each_row, rows_of
 from scanned import scan
 
+from agent.checks.codes import ALL_CODES, PROBE_CODES
 from agent.checks.findings import read_entries
-from agent.checks.measured import ALL_CODES, PROBE_CODES
-from agent.checks.verdict import View, build_view, judge, with_environment
+from agent.checks.verdict import judge
+from agent.checks.view import View, build_view, with_environment
 from agent.cluster.nodes import check_nodes, make_record
 from agent.http.server import create
 from agent.http.state import State
-from contracts.finding import Status, rate_loss
+from contracts.finding import Status, by_loss
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
@@ -247,7 +248,7 @@ README_CASE = "r760xa-2xA40-bf3"
 
 def test_a_loss_of_a_tenth_is_a_failure_and_a_smaller_one_a_warning() -> None:
     """The rule that the severity of all findings about lost bandwidth follows."""
-    assert [rate_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Status.WARN] * 2 + [Status.FAIL] * 2
+    assert [by_loss(share) for share in (0.0, 0.099, 0.1, 0.5)] == [Status.WARN] * 2 + [Status.FAIL] * 2
 
 
 def test_what_the_job_sets_is_not_held_against_the_host() -> None:

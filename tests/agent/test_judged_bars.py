@@ -16,7 +16,8 @@ from rigs.tables import each_row, rows_of
 from agent import metrics
 from agent.base import EXIT_FAILED, result_store
 from agent.checks import measured
-from agent.checks.measured import BUSBW, check_bars, check_benchmark, read_baseline, require_measured, with_bench
+from agent.checks.baseline import add_baseline_bars, read_baseline
+from agent.checks.measured import BUSBW, check_bars, check_benchmark, require_measured, with_bench
 from agent.checks.verdict import GateError, judge
 from agent.cli.bench import bench
 from agent.http import pages
@@ -129,7 +130,7 @@ def test_a_baseline_is_the_first_bar(tmp_path):
         now = replace(before, measurements=tuple(
             replace(m, busbw_bytes_per_second=share * m.busbw_bytes_per_second) for m in before.measurements
         ))  # fmt: skip
-        judged = measured.add_baseline_bars(now, read_baseline(path).busbw)
+        judged = add_baseline_bars(now, read_baseline(path).busbw)
         check = checks(judged)[BUSBW, "all_gather"]
         assert check.status == status, share
         assert "in the baseline" in check.message

@@ -18,7 +18,7 @@ from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from agent.checks.expect import check_expectations, read_expectations
-from agent.checks.verdict import build_view
+from agent.checks.view import build_view
 from contracts.finding import Finding
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts

@@ -9,7 +9,7 @@ from typing import Any
 
 from rigs.recorded import H100, view
 
-from agent.checks.verdict import build_view
+from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet, NodeRecord, format_time, from_resource, make_record, to_resource
 from probes.api import Snapshot
 

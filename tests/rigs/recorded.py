@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agent.checks.verdict import View, build_view
+from agent.checks.view import View, build_view
 from contracts.finding import Finding
 from probes.api import Ok, Snapshot
 from probes.host.recording import load

@@ -27,7 +27,7 @@ inner = socket.create_server(("127.0.0.1", 0))
 loop = socket.create_connection(inner.getsockname())
 client.settimeout(3)
 def sending():
-    return rank_monitor._sending(list(rank_monitor._connections()))
+    return rank_monitor._list_sending(list(rank_monitor._list_connections()))
 
 before, modes = sending(), (client.gettimeout(), client.getblocking())
 six.setblocking(False)

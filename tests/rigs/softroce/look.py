@@ -20,7 +20,7 @@ from probes.rdma import probe as rdma
 from probes.worker import reader
 
 OUT = Path("/out")
-OF_THE_VERB = ("agent.base.options", "agent.checks.measured", "agent.checks.verdict",
+OF_THE_VERB = ("agent.base.options", "agent.checks.measured", "agent.checks.view",
                "agent.cli.bench", "agent.jobs.benchmark", "agent.terminal.measured",
                "collectives.bench.perftest")  # fmt: skip
 
