@@ -44,8 +44,8 @@ from planner.forecast.compute import DEFAULT, Constants, Job, gpu_rates
 from planner.forecast.engine import share_of
 from planner.forecast.memory import FRAGMENTATION, MemoryParts, memory_parts
 from planner.forecast.specs import weights
-from planner.forecast.step_time import StepParts, step_parts
-from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
+from planner.forecast.step_time import StepParts, forecast_step
+from planner.search import TIGHT_SHARE, Candidate, Planned, choose_simplest, degrees_of, search
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
 FILES = ("published.csv", "published2.csv", "published3.csv")
@@ -244,7 +244,7 @@ def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, l
     for precision, gpu in variants:
         variant = layout if precision == layout.precision else replace(layout, precision=precision)
         job = _job(row, precision, constants, gpu)
-        readings.append((job, variant, step_parts(job, variant)))
+        readings.append((job, variant, forecast_step(job, variant)))
     times = [parts.total for _, _, parts in readings]
     return math.sqrt(min(times) * max(times)), readings
 
@@ -472,7 +472,7 @@ def regrets(answers: Sequence[Answer]) -> list[tuple[float, str]]:
     out = []
     for key, members in groups_of(answers, lambda a: same_job(a.row)).items():
         if len({m.row.layout for m in members}) > 1:
-            simple = simplest(members[0].job, [m.candidate for m in members])
+            simple = choose_simplest(members[0].job, [m.candidate for m in members])
             first = next(m for m in members if m.candidate is simple)
             best = min(m.row.seconds or math.inf for m in members)
             out.append(((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}"))

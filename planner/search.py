@@ -25,7 +25,7 @@ from planner.forecast.engine import NF4_BYTES, Engine, uneven_stages
 from planner.forecast.links import Links
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-from planner.forecast.step_time import StepParts, step_parts
+from planner.forecast.step_time import StepParts, forecast_step
 
 # -- rules
 
@@ -48,7 +48,7 @@ def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
     yield from _check_tensors(job, layout)
     yield from _check_rows(job, layout)
     yield from _check_model(job, layout)
-    if lacks := engine_lacks(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
+    if lacks := find_lack(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
         yield "engine-runs", lacks
     if exceeds := _exceeds_host_memory(job, layout):
         yield "host-memory-holds", exceeds
@@ -146,7 +146,7 @@ def _check_model(job: Job, layout: Layout) -> Broken:
         yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
 
 
-def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
+def find_lack(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """Return what the engine lacks to run a layout with this method."""
     name, can = engine.name, engine.can
     if not has_gpu and engine.without_gpu is not None:
@@ -296,7 +296,7 @@ class Planned:
 
     def candidate(self, layout: Layout, memory: MemoryParts | None = None) -> Candidate:
         """Return the forecast of one layout, whether or not it fits; `memory` if it was forecast before."""
-        parts, memory = step_parts(self.job, layout), memory or memory_of(self.job, layout)
+        parts, memory = forecast_step(self.job, layout), memory or memory_of(self.job, layout)
         capacity = self.capacity or math.inf
         return Candidate(
             layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale,
@@ -566,14 +566,14 @@ class _Search:
         families: dict[str, list[Candidate]] = {}
         for (key, *_), candidate in self.best.items():
             families.setdefault(key, []).append(candidate)
-        best = sorted((simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
+        best = sorted((choose_simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
-            winner = simplest(self.job, best)
+            winner = choose_simplest(self.job, best)
             best.sort(key=lambda c: c is not winner)
         self.found.best = best
 
 
-def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
+def choose_simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     """Return, from layouts as fast as the fastest within the forecast error, the one with fewest complications.
 
     Of equally simple layouts, it is the fastest; of equally fast ones (within `TIE`), the one with the least risk.

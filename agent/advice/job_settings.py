@@ -42,10 +42,10 @@ from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, save_seconds
-from planner.forecast.models import ModelError, hub_id, model_from_config, model_from_file, model_named
+from planner.forecast.models import ModelError, hub_id, model_named, read_model, read_model_file
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.recommend import AS_REQUESTED, checkpoint_to_save
-from planner.stacks import engine_named
+from planner.stacks import find_engine
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
@@ -149,7 +149,7 @@ def fill_unset(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in made.items() if name not in explicit}
 
 
-def why_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
+def explain_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
     """Return why the job's defaults would train another model, or sums, instead of the planned model; else ""."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
@@ -227,7 +227,7 @@ def complete_request(request: Request, config: Path | None, overrides: Sequence[
     request = with_rows(build_job_request(request, config, overrides), explicit)
     if explicit.get("max_steps"):
         return request.changed(steps=explicit["max_steps"])
-    if request.row_count() is None:
+    if request.count_rows() is None:
         return request
     return replace(request, epochs=float(explicit.get("num_train_epochs") or EPOCHS))
 
@@ -277,7 +277,7 @@ def choose_trainer(
         too_large = any(row.rule == "memory-fits" for row in advice.rejected)
         if other.chosen is None or (too_large and other.chosen.layout.cp == 1):  # TRL's trainer can split sequences
             return advice, "" if too_large else f"with TRL's trainer: {describe_refusal(other)}"
-        simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
+        simplest = find_engine(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
         advice, trainer, reason_text = other, TRL, simplest or advice.rejected[0].reason
     if trainer not in (OURS, TRL):  # another stack, named with --engine
         return advice, ""
@@ -328,7 +328,7 @@ def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.
     """
     if os.path.exists(name):
         with contextlib.suppress(ModelError):  # the later request reports what is wrong with the file
-            return model_from_file(Path(name), any_type=True)
+            return read_model_file(Path(name), any_type=True)
         return None
     if hub_id(name) != name:
         return None
@@ -339,7 +339,7 @@ def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
-        return model_from_config(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
+        return read_model(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, plain.PlainError) as error:
         if is_known:
             return None
@@ -365,7 +365,7 @@ def build_job_plan(
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
     job_config, explicit, notes, raw, _ = read_settings(file, overrides, TRL if by_trl else OURS)
-    if refusal := why_untrainable(advice, explicit):
+    if refusal := explain_untrainable(advice, explicit):
         raise RequestError(refusal)
     planned = {} if embedded else fill_unset(advice, explicit)
     job_config = replace(job_config, **planned)
@@ -416,12 +416,12 @@ def plan_transport(advice: Recommendation, snapshots: Sequence[Snapshot] = ()) -
     }
     if level := values.get("NCCL_NET_GDR_LEVEL"):  # set where the fabric is known to use it (Slingshot, gIB)
         planned["gdrdma"] = f"NCCL_NET_GDR_LEVEL={level}"
-    elif not efa and (reason := why_gdrdma(snapshots, values.get("NCCL_IB_HCA", ""))):
+    elif not efa and (reason := explain_gdrdma(snapshots, values.get("NCCL_IB_HCA", ""))):
         planned["gdrdma"] = reason
     return planned
 
 
-def why_gdrdma(snapshots: Sequence[Snapshot], hca_list: str = "") -> str:
+def explain_gdrdma(snapshots: Sequence[Snapshot], hca_list: str = "") -> str:
     """Return why every GPU of these hosts should use GPUDirect RDMA; empty if one should not, or if this is unknown.
 
     `hca_list` is NCCL_IB_HCA. A GPU whose nearest NICs are not in it uses a NIC that is farther away.

@@ -317,7 +317,7 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
     snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
     wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, snapshots, options)
-    print_text(_difference(text, wrapped, source, str(output or source)), nl=False)
+    print_text(_make_diff(text, wrapped, source, str(output or source)), nl=False)
     print_notes(notes)
     if wrapped == text:
         print_text("nothing to add", err=True)
@@ -325,7 +325,7 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
         write_result(path, wrapped)
 
 
-def _difference(before: str, after: str, source: str, target: str) -> str:
+def _make_diff(before: str, after: str, source: str, target: str) -> str:
     """Return a unified diff for patch(1) and `git apply -p0`; empty if the texts are equal."""
     old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
     import difflib

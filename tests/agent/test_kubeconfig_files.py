@@ -14,10 +14,10 @@ from kubernetes.config import incluster_config
 from rigs.command import python
 from rigs.serving import Asked, answering
 
-from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
+from agent.cluster.client import AccessError, ApiError, Client, connect, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL
 
-NODES = path_of(API_VERSION, PLURAL)
+NODES = make_path(API_VERSION, PLURAL)
 
 
 def config(path: Path, *, current: str | None = None, **entries: dict[str, dict]) -> Path:

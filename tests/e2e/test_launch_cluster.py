@@ -207,7 +207,7 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig):
 def test_the_state_of_a_pod_in_words(status: dict, words: str) -> None:
     """Why it waits, or which container ended and why."""
     pod = {"metadata": {"name": "sft-0"}, "status": status}
-    assert (cluster_job.describe_failure(pod) or cluster_job.why_waiting(pod)) == words
+    assert (cluster_job.describe_failure(pod) or cluster_job.explain_waiting(pod)) == words
 
 
 COMPARED = [

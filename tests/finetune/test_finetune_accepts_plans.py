@@ -17,7 +17,7 @@ from hardware.gpus import find_gpu
 from hardware.machines import catalogue
 from planner.forecast import machines
 from planner.forecast.compute import Job, cpu_rates
-from planner.forecast.links import links_of
+from planner.forecast.links import make_links
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
@@ -134,7 +134,7 @@ def test_planner_and_job_allow_the_same_combinations(settings):
     asked = Job(
         model=MODELS["Llama-3.1-8B"], train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
         rates=cpu_rates(8.0, None),
-        links=links_of(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
+        links=make_links(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
     )  # fmt: skip
     assert reasons(layout, MODELS["Llama-3.1-8B"], "lora") == []
     assert first_broken(asked, layout) is None

@@ -29,7 +29,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import compare, forecast_layout, forecast_named, frontier, plan, recommend
 from planner.search import Candidate, first_broken, list_broken, search
-from planner.stacks import ENGINES, engine_named, exports
+from planner.stacks import ENGINES, exports, find_engine
 from planner.stacks.exports import FORMATS, export
 
 rows = rows_of(__file__)
@@ -48,7 +48,7 @@ def job(
     return Job(
         model=replace(named, quantised=quantised or named.quantised, sliding_window=window or named.sliding_window),
         train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
-        links=LINKS, engine=engine_named(engine), rates=cpu_rates(8.0, None), has_gpu=has_gpu,
+        links=LINKS, engine=find_engine(engine), rates=cpu_rates(8.0, None), has_gpu=has_gpu,
         compute_capability=tuple(capability),
     )  # fmt: skip
 

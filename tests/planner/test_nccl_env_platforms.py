@@ -23,7 +23,7 @@ from planner.advice import Recommendation
 from planner.forecast import machines
 from planner.nccl_env import Platform, names, platforms
 from planner.nccl_env.environment import render_settings
-from planner.nccl_env.situation import recognise, situation
+from planner.nccl_env.situation import make_situation, recognise
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
@@ -54,7 +54,7 @@ def transport(found: Recommendation) -> dict[str, str]:
 def row_of(machine: str | Snapshot) -> Platform | None:
     """The platform that the machine is recognised as."""
     snapshot = seen(machine) if isinstance(machine, str) else machine
-    return recognise(situation([snapshot], join([build(snapshot)])).nodes[0])
+    return recognise(make_situation([snapshot], join([build(snapshot)])).nodes[0])
 
 
 @each_row("machine", EXPECTED)
