@@ -51,8 +51,9 @@ test-fast: $(READY)
 test-short: $(READY)
 	$(PYTEST) -q -n 3 $(SPREAD) -m "(not ($(HEAVY)) or real) and not nightly"
 
-# With --keep-going (as in CI) a failed tier does not stop the next one, and make fails at the end.
-test-rest: test-two test-alone docs
+# With --keep-going (as in CI) a failed tier does not stop the next one, and make fails at the end. The documentation site
+# is built by tests/agent/test_docs_commands.py, with the recipe of `docs`.
+test-rest: test-two test-alone
 
 test-two: $(READY)
 	$(PYTEST) -q -n 4 $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"

@@ -57,7 +57,7 @@ def expose(view: View, accept: str, counted: Counted | None = None) -> tuple[byt
 
 def collect_families(view: View, counted: Counted) -> Iterator[Samples]:
     """Return every family that has a value: of one view, what its probes export, and `counted`."""
-    values = defaultdict(list, agent_values(view))
+    values = defaultdict(list, list_agent_values(view))
     for (name, *labels), value in sorted(dict(counted).items()):  # a copy, because the thread still counts
         values[name].append((tuple(labels), value))
     for probe in ALL:
@@ -80,28 +80,28 @@ BOUNDS = ("low", "mid", "high")
 STATUSES = ("pass", "info", "warn", "unknown", "fail")
 
 
-def agent_values(view: View) -> Iterator[tuple[str, Values]]:
+def list_agent_values(view: View) -> Iterator[tuple[str, Values]]:
     """Pairs of family name and its samples."""
-    yield from _scan_values(view)
-    yield from _link_values(view.topologies[0])
+    yield from _list_scan_values(view)
+    yield from _list_link_values(view.topologies[0])
     if view.snapshots[0].facts(RdmaFacts) and view.snapshots[0].facts(PciFacts):
         yield "gdrdma_possible", [((), float(is_gdrdma_possible(view.snapshots)))]
     if view.bench is not None:
-        yield from _bench_values(view.bench)
+        yield from _list_bench_values(view.bench)
         if view.bench.evidence is not None:
-            yield from _evidence_values(view.bench.evidence)
+            yield from _list_evidence_values(view.bench.evidence)
     if view.search is not None:
         yield from _search_values(view.search)
     if view.runs:
         yield from _run_values(view)
 
 
-def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
+def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
     (snapshot,) = view.snapshots
     outcomes = snapshot.outcomes.items()
     yield "scan_timestamp_seconds", [((), snapshot.taken_at_seconds)]
     yield "hosts", [((), 1.0)]
-    yield "fact_timestamp_seconds", list(_fact_times(view))
+    yield "fact_timestamp_seconds", list(_list_fact_times(view))
     yield "probe_success", [((name,), float(not isinstance(outcome, Failed))) for name, outcome in outcomes]
     yield "probe_duration_seconds", [((name,), float(getattr(outcome, "seconds", 0.0))) for name, outcome in outcomes]
     bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
@@ -125,7 +125,7 @@ def _scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "gate_status", [((word,), float(view.verdict.word == word)) for word in words]
 
 
-def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
+def _list_fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
     """Return the time of each probe's facts; a failed probe has no fact and therefore no time."""
     (snapshot,) = view.snapshots
     times = {
@@ -141,19 +141,19 @@ def _fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
         yield (name,), seconds
 
 
-def _link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
+def _list_link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
     index = {gpu.name: str(gpu.index) for gpu in node.gpus}
     pairs = (p for p in node.pairs if p.label != UNKNOWN)  # no sample for a lost GPU, or if the driver does not answer
     between = [(index[p.a], index[p.b], p) for p in pairs if p.a in index and p.b in index]
     both = [*between, *((b, a, p) for a, b, p in between)]
     yield "gpu_link_distance", [((a, b), float(p.path)) for a, b, p in both if p.path is not None]
     yield "gpu_link_nvlinks", [((a, b), float(p.nvlinks)) for a, b, p in both if node.nvlink_known]
-    to_nics = _to_nics(node, index)
+    to_nics = _pair_nics(node, index)
     yield "gpu_nic_info", [((gpu, nic, p.label, near), 1.0) for gpu, nic, near, p in to_nics]
     yield "gpu_nic_distance", [((gpu, nic), float(p.path)) for gpu, nic, _, p in to_nics if p.path is not None]
 
 
-def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, str, Pair]]:
+def _pair_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, str, Pair]]:
     """Return GPU, NIC, whether it is one of its nearest, and the link between them."""
     nics = {nic.name for nic in node.nics}
     nearest = {near.gpu: set(near.nics) for near in node.nearest_nic}
@@ -165,7 +165,7 @@ def _to_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str, 
     return rows
 
 
-def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
+def _list_bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
     sizes = sorted({m.bytes for m in verified})[-MOST_SIZES:]
     # if several groups measured one size, the slowest counts, because a job waits for it
@@ -190,7 +190,7 @@ def _bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
 
 
-def _evidence_values(log: Evidence) -> Iterator[tuple[str, Values]]:
+def _list_evidence_values(log: Evidence) -> Iterator[tuple[str, Values]]:
     counts = (("send", log.send), ("receive", log.receive))
     yield "gdrdma_channels_ratio", [((name,), c.gdrdma / c.total) for name, c in counts if c.total]
     common = sorted(log.transports.items(), key=lambda item: (-item[1], item[0]))[:MOST_TRANSPORTS]
@@ -226,8 +226,8 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
     ):
         if number is not None:
             yield name, [((), float(number))]
-    yield "run_forecast_step_seconds", _bounds(last, "step_seconds")
-    yield "run_forecast_memory_bytes", _bounds(last, "memory_bytes")
+    yield "run_forecast_step_seconds", _list_bounds(last, "step_seconds")
+    yield "run_forecast_memory_bytes", _list_bounds(last, "memory_bytes")
     compared = [line for line in compare(last) if line.within is not None]
     yield "run_within_forecast", [((line.quantity,), float(line.within is True)) for line in compared]
     losses = (("first", last.loss.first), ("last", last.loss.last))
@@ -236,6 +236,6 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "run_communication_seconds", [((name[:64],), seconds) for name, seconds in largest]
 
 
-def _bounds(record: RunRecord, quantity: str) -> Values:
+def _list_bounds(record: RunRecord, quantity: str) -> Values:
     limits = getattr(record.plan.forecast, quantity)
     return [((bound,), getattr(limits, bound)) for bound in BOUNDS] if limits else []

@@ -40,7 +40,7 @@ from planner.advice import RankedLayout, Recommendation
 from planner.nccl_env.environment import render_settings
 from probes.api import Snapshot
 from topology import svg
-from topology.check import departures
+from topology.check import describe_departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
 from topology.render import columns
 
@@ -172,11 +172,11 @@ def _kind(label: str) -> str:
 def draw_node(node: NodeTopology, *, checks: Iterable[Finding] = ()) -> Markup:
     """Draw the node as one inline `<svg>`; empty if there are no links to draw."""
     own_checks = [check for check in checks if not check.node or node.hostname in check.node.split(", ")]
-    drawn = svg.picture(node, status=partial(_status, own_checks), suffix=" The table below says the same.")
+    drawn = svg.picture(node, status=partial(_find_worst_status, own_checks), suffix=" The table below says the same.")
     return Markup(drawn)  # noqa: S704 - every text from a host is escaped there
 
 
-def _status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
+def _find_worst_status(checks: Sequence[Finding], names: Iterable[str | None]) -> str:
     """Return the worst status of the findings whose subject names the device."""
     patterns = [re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.])") for name in names if name]
     statuses = {c.status for c in checks if c.subject and any(p.search(c.subject) for p in patterns)}
@@ -221,11 +221,11 @@ def make_rows(records: Sequence[NodeRecord], checks: Sequence[Finding], now: flo
         if is_problem(check):
             by_node[check.node].append(check)
     agents = {record.agent_version for record in records}
-    rows = (_row(record, by_node[record.name], now, agents=len(agents) > 1) for record in records)
+    rows = (_make_row(record, by_node[record.name], now, agents=len(agents) > 1) for record in records)
     return tuple(sorted(rows, key=lambda row: (ORDER.index(row.word) if row.word in ORDER else 1, sort_key(row.name))))
 
 
-def _row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> NodeRow:
+def _make_row(record: NodeRecord, checks: Sequence[Finding], now: float, *, agents: bool) -> NodeRow:
     agent = f", agent {record.agent_version or 'unknown'}" if agents else ""
     return NodeRow(
         record=record, word="unknown" if record.silent(now) else record.verdict, groups=tuple(group_findings(checks)),
@@ -256,5 +256,5 @@ def summarise_node(node: NodeTopology, snapshot: Snapshot, bench: BenchResult | 
     rate = f"all_gather {units.rate(best.busbw_bytes_per_second)} bus bandwidth" if best else "no benchmark yet"
     yield "measured", rate + (f" at {units.size(best.bytes)}" if best else "")
     yield "recognised as", node.sku or "no known machine type"
-    for text in departures(node):
+    for text in describe_departures(node):
         yield "differs from the reference", text

@@ -44,8 +44,8 @@ from planner.forecast.compute import DEFAULT, Constants, Job, gpu_rates
 from planner.forecast.engine import share_of
 from planner.forecast.memory import FRAGMENTATION, MemoryParts, memory_parts
 from planner.forecast.specs import weights
-from planner.forecast.step_time import StepParts, step_parts
-from planner.search import TIGHT_SHARE, Candidate, Planned, degrees_of, search, simplest
+from planner.forecast.step_time import StepParts, forecast_step
+from planner.search import TIGHT_SHARE, Candidate, Planned, choose_simplest, degrees_of, search
 
 CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().parents[2] / "shared" / "corpus"))
 FILES = ("published.csv", "published2.csv", "published3.csv")
@@ -156,11 +156,14 @@ def _needed(row: Row, layout: Layout) -> float:
 
 def _ways(row: Row, layout: Layout) -> list[float]:
     """Return the memory in bytes for each setting that the row leaves open: recomputation; whether frozen weights are
-    stored in FP8 (Transformer Engine's fp8_model_init); for an unknown stack, whether the loss is fused and whether
-    each rank holds the whole model while it loads its shard."""
+    stored in FP8 (Transformer Engine's fp8_model_init); whether each rank holds all 4-bit weights until they are
+    sharded; for an unknown stack, whether the loss is fused and whether each rank holds the whole model while it loads
+    its shard."""
     layouts = _heavier(row, layout)
     if row.stack.known:
-        sizes = [_needed(row, each) for each in layouts]
+        engine = row.stack.engine
+        whole = replace(row, stack=replace(row.stack, engine=replace(engine, quantises_whole=engine.loads_quantised)))
+        sizes = [_needed(each, option) for each in (row, whole) for option in layouts]
         return sizes + [needed - _saved_by_few_bits(row, layout) for needed in sizes]
     fused = [_needed(row, replace(each, fused_cross_entropy=True)) for each in layouts]
     return fused + [
@@ -241,7 +244,7 @@ def seconds_of(row: Row, layout: Layout, constants: Constants) -> tuple[float, l
     for precision, gpu in variants:
         variant = layout if precision == layout.precision else replace(layout, precision=precision)
         job = _job(row, precision, constants, gpu)
-        readings.append((job, variant, step_parts(job, variant)))
+        readings.append((job, variant, forecast_step(job, variant)))
     times = [parts.total for _, _, parts in readings]
     return math.sqrt(min(times) * max(times)), readings
 
@@ -469,7 +472,7 @@ def regrets(answers: Sequence[Answer]) -> list[tuple[float, str]]:
     out = []
     for key, members in groups_of(answers, lambda a: same_job(a.row)).items():
         if len({m.row.layout for m in members}) > 1:
-            simple = simplest(members[0].job, [m.candidate for m in members])
+            simple = choose_simplest(members[0].job, [m.candidate for m in members])
             first = next(m for m in members if m.candidate is simple)
             best = min(m.row.seconds or math.inf for m in members)
             out.append(((first.row.seconds or math.inf) / best - 1.0, f"{key[0]}: {key[2]} on {key[7]} {key[6]}"))

@@ -42,7 +42,7 @@ from contracts.job_config import ConfigError, parse_layout_text, read_config, re
 from contracts.layout import Layout, LayoutError
 from planner import why
 from planner.forecast.calibration import CalibrationError, load_calibration
-from planner.forecast.models import ModelError, model_from_file
+from planner.forecast.models import ModelError, read_model_file
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError
 from planner.lint.sources import KINDS, read_text
@@ -297,7 +297,7 @@ def model_config(data: bytes) -> object:
     path = _file("config.json", _json(lambda: document_of("config"), data))
     with contextlib.suppress(RequestError):
         Request.of(model=str(path)).model_spec()
-    return model_from_file(path)
+    return read_model_file(path)
 
 
 @reads((ROOT / "contracts/default.yaml").read_bytes(), ALIASES, errors=(ConfigError,), stepped=True)

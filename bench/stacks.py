@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from contracts.layout import Checkpointing, Sharding
@@ -17,7 +17,7 @@ from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
 from planner.forecast.memory import count_states
 from planner.forecast.specs import TrainSpec
-from planner.stacks import ENGINES, make_engine
+from planner.stacks import ENGINES, Trl, make_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +61,33 @@ class MegatronDeepSpeed(Engine):
         return stored._replace(gradients=6.0) if share.layout.precision == "bf16" else stored
 
 
+class TrlOfFsdp1(Trl):
+    """TRL before 1.16, over FSDP1: it keeps every layer's input, and its gradient, until the backward pass is over.
+
+    The hook that frees frozen weights (`_register_post_backward_reshard_only_hook`) holds the inputs of its block,
+    which reentrant checkpointing makes leaves of their own. Counted on two gloo ranks: 13 hidden-sized tensors at the
+    end of six blocks, 3 without reentrant checkpointing, with FSDP2, or if the weights are trained.
+    """
+
+    def logits(self, share: Share) -> float:
+        """Return the bytes of the loss, or those of the gradients of all inputs and of one recomputed layer."""
+        loss = super().logits(share)
+        if not (share.sharded and share.adapters and share.layout.checkpointing == "full"):
+            return loss
+        kept = share.layers * share.element * share.tokens * share.model.hidden
+        return max(loss, kept + self.layer_activations(share))
+
+
 def _stack(row: dict[str, Any]) -> Stack:
     """Build the stack of one row of stacks.toml."""
     engine, traits = row["engine"], dict(row.get("traits", {}))
     if isinstance(states := traits.get("states"), str):
         traits["states"] = ENGINES[states].states
     kinds = {kind.__name__: kind for kind in (Engine, Fsdp, MegatronDeepSpeed)}
-    built = make_engine(kinds[engine](name=engine) if engine in kinds else ENGINES[engine], traits)
+    base = kinds[engine](name=engine) if engine in kinds else ENGINES[engine]
+    if engine == "trl":
+        base = TrlOfFsdp1(**{each.name: getattr(base, each.name) for each in fields(base)})
+    built = make_engine(base, traits)
     members = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}
     return Stack(**members | {"engine": built})
 

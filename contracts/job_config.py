@@ -275,7 +275,7 @@ def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dic
 
 
 def _parse_layout(settings: Any, setting: str) -> dict[str, Any]:
-    """Return layout fields, converted to their types; `where` names the mapping in a message."""
+    """Return layout fields, converted to their types; `setting` names the mapping in a message."""
     if not isinstance(settings, dict | None):
         raise ConfigError(f"{setting}={settings!r}: must be a mapping")
     return {str(name): _parse_member(str(name), value, f"{setting}.{name}") for name, value in (settings or {}).items()}

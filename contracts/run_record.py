@@ -29,7 +29,7 @@ MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(
     r"(?m)^(?:.*?time +: (\d{4}-\S{1,20})\n)?(?:.*?host +: (\S{1,253})\n)?.{0,400}?rank +: (\d{1,7}) [^\n]*+"
-    r"(?:\n.*?exitcode +: (-?\d{1,7}) |\s*\Z)"
+    r"(?:\n.*?exitcode +: (-?\d{1,7}) (?:\(pid: (\d{1,9})\))?|\s*\Z)"
 )
 # Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
 _RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
@@ -254,6 +254,7 @@ class FailedRank(NamedTuple):
     exit_code: int | None  # negative: killed by this signal; None: the report is cut before it
     at: str = ""  # when torchrun noticed it, by its clock, in whole seconds
     host: str = ""
+    pid: int | None = None
 
     @property
     def signal(self) -> str:
@@ -268,8 +269,8 @@ class FailedRank(NamedTuple):
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""
-    return [FailedRank(int(rank), int(code) if code else None, time, host)
-            for time, host, rank, code in _FAILED_RANK.findall(log)]  # fmt: skip
+    return [FailedRank(int(rank), int(code) if code else None, time, host, int(pid) if pid else None)
+            for time, host, rank, code, pid in _FAILED_RANK.findall(log)]  # fmt: skip
 
 
 def find_first_failed(log: str) -> FailedRank | None:

@@ -78,7 +78,7 @@ def series(text: str) -> str:
     return f"{name}{{{labels}{labels and ', '}{host}}}"
 
 
-def on_finding(
+def make_finding_alert(
     *, name: str, codes: str, severities: str, severity: str, summary: str, what: str, case: str, subject: str = "",
     as_severity: str = "fail", hold: str = "5m",
 ) -> Alert:  # fmt: skip
@@ -113,7 +113,7 @@ def on_finding(
     )
 
 
-def on_limit(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, Alert]:
+def make_limit_alerts(*, name: str, reasons: str, what: str, case: str) -> tuple[Alert, Alert]:
     """Return a warning for reduced clocks of a GPU, and a critical alert if a job runs on it.
 
     The software power cap also reduces clocks, but it is not a fault.
@@ -150,7 +150,7 @@ def rules(alerts: Sequence[Alert]) -> dict[str, Any]:
     return {"groups": [{"name": "topoflight", "rules": [alert.rule for alert in alerts]}]}
 
 
-def prometheus_rule(alerts: Sequence[Alert]) -> dict[str, Any]:
+def make_prometheus_rule(alerts: Sequence[Alert]) -> dict[str, Any]:
     """Return the same rule groups as a PrometheusRule, the object of the Prometheus operator."""
     return {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -160,7 +160,7 @@ def prometheus_rule(alerts: Sequence[Alert]) -> dict[str, Any]:
     }
 
 
-def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
+def make_rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
     """Return promtool's unit tests: each alert fires when its `for:` has passed, not earlier, and not otherwise."""
     tests: list[dict[str, Any]] = []
     for alert in alerts:
@@ -176,12 +176,12 @@ def rule_tests(alerts: Sequence[Alert]) -> dict[str, Any]:
         }  # fmt: skip
         fires = alert.after + int(alert.hold.removesuffix("m"))
         moments = [(f"{fires}m", [expected]), (f"{fires - 1}m", [])]
-        tests.append(_case(f"{alert.name} fires", alert.firing, alert.name, moments))
-        tests.append(_case(f"{alert.name} is quiet", alert.quiet, alert.name, [(f"{fires + 5}m", [])]))
+        tests.append(_make_case(f"{alert.name} fires", alert.firing, alert.name, moments))
+        tests.append(_make_case(f"{alert.name} is quiet", alert.quiet, alert.name, [(f"{fires + 5}m", [])]))
     return {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
 
 
-def _case(name: str, values: dict[str, str], alert: str, moments: list[tuple[str, list[Any]]]) -> dict[str, Any]:
+def _make_case(name: str, values: dict[str, str], alert: str, moments: list[tuple[str, list[Any]]]) -> dict[str, Any]:
     return {
         "name": name,
         "interval": "1m",
@@ -193,14 +193,14 @@ def _case(name: str, values: dict[str, str], alert: str, moments: list[tuple[str
 def _read(row: dict[str, Any]) -> tuple[Alert, ...]:
     """Return the alerts of a row of alerts.yaml: for findings (`codes`), reduced clocks (`reasons`), or others."""
     if "codes" in row:
-        return (on_finding(**row),)
+        return (make_finding_alert(**row),)
     if "reasons" in row:
-        return on_limit(**row)
+        return make_limit_alerts(**row)
     tests = {name: {series(key): values for key, values in row[name].items()} for name in ("firing", "quiet")}
     return (Alert(**{**row, **tests}),)
 
 
-def _table() -> list[dict[str, Any]]:
+def _read_table() -> list[dict[str, Any]]:
     text = Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8")
     silent = {"SILENT_INTERVALS": SILENT_INTERVALS, "LEAST_SILENT_SECONDS": round(LEAST_SILENT_SECONDS)}
     for name, value in {"NODE": NODE, **silent}.items():
@@ -208,4 +208,4 @@ def _table() -> list[dict[str, Any]]:
     return list(yaml.safe_load(text))
 
 
-ALERTS: tuple[Alert, ...] = tuple(alert for row in _table() for alert in _read(row))
+ALERTS: tuple[Alert, ...] = tuple(alert for row in _read_table() for alert in _read(row))

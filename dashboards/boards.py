@@ -63,18 +63,18 @@ class Panel:
     shows: Sequence[str] = ()  # recorded sick machines (tests/machines) that must look different from a healthy one
 
 
-def chosen(expr: str) -> str:
+def select_agents(expr: str) -> str:
     """Return the expression with `up` and all `topoflight_` metrics limited to the agents selected by the variables."""
     return _METRIC.sub(lambda found: f"{found[1]}{{{', '.join(filter(None, (*CHOSEN, found[2])))}}}", expr)
 
 
-def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequence[Panel]]]) -> str:
+def make_board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequence[Panel]]]) -> str:
     """Return the JSON of a dashboard."""
     made = (
         build.Dashboard(title).uid(uid).description(description).tags(["topoflight"]).readonly()
         .time("now-6h", "now").timezone("browser").refresh("1m").tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
     )  # fmt: skip
-    for variable in _variables():
+    for variable in _make_variables():
         made.with_variable(variable)
     made.annotation(_marks("Findings", ORANGE, "topoflight_finding_since_seconds", "code", "severity"))
     made.annotation(_marks("Changes", BLUE, "topoflight_change_timestamp_seconds", "kind", "kind", " changed"))
@@ -87,7 +87,7 @@ def board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequ
         made.with_row(build.Row(name).id(number))
         number += 1
         for panel in panels:
-            made.with_panel(_panel(panel).id(number))
+            made.with_panel(_make_panel(panel).id(number))
             number += 1
     return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(made.build())), indent=1, sort_keys=True) + "\n"
 
@@ -97,13 +97,13 @@ def _marks(name: str, colour: str, metric: str, title: str, tag: str, more: str 
     labels = ", ".join(dict.fromkeys(("node", "instance", title, tag)))
     return (
         build.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
-        .expr(f"max by ({labels}) ({chosen(metric)}) * 1000").use_value_for_time("on").step("60s")
+        .expr(f"max by ({labels}) ({select_agents(metric)}) * 1000").use_value_for_time("on").step("60s")
         .title_format(f"{{{{{title}}}}}").tag_keys(tag)
         .text_format(f"{{{{node}}}} {{{{instance}}}}: {{{{{tag}}}}}{more}")
     )  # fmt: skip
 
 
-def _variables() -> list[Any]:
+def _make_variables() -> list[Any]:
     everything = dashboard.VariableOption(selected=True, text=["All"], value=["$__all"])
     first = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
     found: list[Any] = [first]
@@ -119,17 +119,17 @@ def _variables() -> list[Any]:
     return found
 
 
-def _panel(panel: Panel) -> Any:
+def _make_panel(panel: Panel) -> Any:
     made = KINDS[panel.kind]().title(panel.title).description(panel.description).datasource(SOURCE)
     made.unit(panel.unit).span(panel.width).height(panel.height)
     steps = [dashboard.Threshold(value=value, color=color) for value, color in panel.steps]
     made.thresholds(build.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps))
     if panel.words:
-        made.mappings([_mapping(panel.words)])
+        made.mappings([_make_mapping(panel.words)])
     for place, one in enumerate(panel.targets):
-        made.with_target(_target(panel, one, "ABCDEFGH"[place]))
+        made.with_target(_make_target(panel, one, "ABCDEFGH"[place]))
     if panel.kind in ("table", "matrix"):
-        _as_table(made, panel)
+        _format_table(made, panel)
     elif panel.kind == "timeseries":
         made.min(0).line_width(1).fill_opacity(8).legend(
             common_builders.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.LIST)
@@ -142,7 +142,7 @@ def _panel(panel: Panel) -> Any:
     return made
 
 
-def _mapping(words: dict[str, list[str]]) -> dashboard.ValueMap:
+def _make_mapping(words: dict[str, list[str]]) -> dashboard.ValueMap:
     return dashboard.ValueMap(
         options={
             value: dashboard.ValueMappingResult(text=text, color=color, index=place)
@@ -151,7 +151,7 @@ def _mapping(words: dict[str, list[str]]) -> dashboard.ValueMap:
     )
 
 
-def _target(panel: Panel, one: Target, letter: str) -> Any:
+def _make_target(panel: Panel, one: Target, letter: str) -> Any:
     made = query.Dataquery().expr(one.expr).ref_id(letter).datasource(SOURCE)
     if panel.kind in ("table", "matrix", "stat", "bars"):
         made.instant()
@@ -162,7 +162,7 @@ def _target(panel: Panel, one: Target, letter: str) -> Any:
     return made.legend_format(one.legend or "{{instance}}")
 
 
-def _as_table(made: Any, panel: Panel) -> None:
+def _format_table(made: Any, panel: Panel) -> None:
     """Format a panel as table; a matrix has a row and a column per label value, and cells coloured by value."""
     if panel.kind == "matrix":
         options = {"rowField": panel.rows, "columnField": panel.columns, "valueField": "Value"}
@@ -178,9 +178,9 @@ def _as_table(made: Any, panel: Panel) -> None:
     made.with_transformation(dashboard.DataTransformerConfig(id_val="organize", options=options))
 
 
-def _panel_of(row: dict[str, Any]) -> Panel:
+def _read_panel(row: dict[str, Any]) -> Panel:
     """Return the panel of a row of boards.yaml, whose `targets` map an expression to its legend."""
-    targets = tuple(Target(expr=chosen(expr), legend=legend) for expr, legend in row["targets"].items())
+    targets = tuple(Target(expr=select_agents(expr), legend=legend) for expr, legend in row["targets"].items())
     return Panel(**{**row, "targets": targets})
 
 
@@ -188,17 +188,17 @@ _TABLE = yaml.safe_load(Path(__file__).with_name("boards.yaml").read_text(encodi
 BOARDS = {
     one["name"]: (
         one["uid"], one["title"], one["description"],
-        [(row["title"], [_panel_of(panel) for panel in row["panels"]]) for row in one["rows"]],
+        [(row["title"], [_read_panel(panel) for panel in row["panels"]]) for row in one["rows"]],
     )
     for one in _TABLE["boards"]
 }  # fmt: skip
 
 
-def made() -> dict[str, str]:
+def make_boards() -> dict[str, str]:
     """Return the JSON of each dashboard by its file name below dashboards/."""
-    return {f"{name}.json": board(*parts) for name, parts in BOARDS.items()}
+    return {f"{name}.json": make_board(*parts) for name, parts in BOARDS.items()}
 
 
-def panels() -> list[tuple[str, Panel]]:
+def list_panels() -> list[tuple[str, Panel]]:
     """Return every panel with the name of its dashboard."""
     return [(name, panel) for name, (*_, rows) in BOARDS.items() for _, row in rows for panel in row]

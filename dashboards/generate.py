@@ -24,7 +24,7 @@ from probes.api import Metric  # noqa: E402
 from probes.registry import ALL  # noqa: E402
 
 
-def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | None = None) -> dict[str, str]:
+def generate_files(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | None = None) -> dict[str, str]:
     """Return the generated files: path below the repository root -> content. Alerts link to `docs`, `grafana`, `page`.
 
     `page` is an agent's address outside the cluster; None: the agent's address within the cluster.
@@ -32,7 +32,7 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
     import boards
 
     def rules(document: dict[str, Any]) -> str:
-        text = as_yaml(document).replace(alerts.DOCS, docs.rstrip("/")).replace(alerts.GRAFANA, grafana.rstrip("/"))
+        text = format_yaml(document).replace(alerts.DOCS, docs.rstrip("/")).replace(alerts.GRAFANA, grafana.rstrip("/"))
         if page is None:
             return text
         at = "page_url: " + page.rstrip("/")
@@ -42,18 +42,18 @@ def made(docs: str = alerts.DOCS, grafana: str = alerts.GRAFANA, page: str | Non
         )
 
     metrics = ROOT / "docs/reference/metrics.md"
-    drawn = boards.made()
+    drawn = boards.make_boards()
     return {
         **{f"dashboards/{name}": text for name, text in drawn.items()},
-        "deploy/monitoring/dashboards.yaml": config_maps(drawn),
-        "docs/reference/metrics.md": metrics_page(metrics.read_text(encoding="utf-8")),
+        "deploy/monitoring/dashboards.yaml": make_config_maps(drawn),
+        "docs/reference/metrics.md": update_metrics_page(metrics.read_text(encoding="utf-8")),
         "dashboards/rules.yaml": rules(alerts.rules(alerts.ALERTS)),
-        "dashboards/rules_test.yaml": rules(alerts.rule_tests(alerts.ALERTS)),
-        "deploy/monitoring/prometheusrule.yaml": rules(alerts.prometheus_rule(alerts.ALERTS)),
+        "dashboards/rules_test.yaml": rules(alerts.make_rule_tests(alerts.ALERTS)),
+        "deploy/monitoring/prometheusrule.yaml": rules(alerts.make_prometheus_rule(alerts.ALERTS)),
     }
 
 
-def as_yaml(document: dict[str, Any]) -> str:
+def format_yaml(document: dict[str, Any]) -> str:
     """Return YAML with a comment that names this generator."""
     return "# Made by dashboards/generate.py; change dashboards/alerts.yaml.\n" + yaml.safe_dump(
         document, sort_keys=False, width=120, allow_unicode=True
@@ -73,14 +73,14 @@ class _Dumper(yaml.SafeDumper):
     """Safe dumper that writes `_Literal` as a block scalar."""
 
 
-def _block(dumper: yaml.SafeDumper, data: _Literal) -> yaml.ScalarNode:
+def _represent_block(dumper: yaml.SafeDumper, data: _Literal) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", str(data), style="|")
 
 
-_Dumper.add_representer(_Literal, _block)
+_Dumper.add_representer(_Literal, _represent_block)
 
 
-def config_maps(drawn: Mapping[str, str]) -> str:
+def make_config_maps(drawn: Mapping[str, str]) -> str:
     """Return a ConfigMap per dashboard, as one YAML stream."""
     return NOTE + yaml.dump_all([_map(name, body) for name, body in drawn.items()], Dumper=_Dumper, sort_keys=False)
 
@@ -112,19 +112,19 @@ from the other labels."""
 BEGIN, END = "<!-- made by dashboards/generate.py -->", "<!-- end of what is made -->"
 
 
-def metrics_page(old: str) -> str:
+def update_metrics_page(old: str) -> str:
     """Return the page with updated tables between the markers."""
     head, _, rest = old.partition(BEGIN)
     _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n\n{_tables()}\n{END}{tail}"
+    return f"{head}{BEGIN}\n\n{_format_tables()}\n{END}{tail}"
 
 
-def _tables() -> str:
+def _format_tables() -> str:
     never = ", ".join(f"`{name}`" for name in sorted(TABLE["forbidden_labels"]))
     symbols = "; ".join(f"{symbol} {meaning}" for symbol, meaning in TABLE["symbols"].items())
     lines = ["## Families", ""]
     for source, families in BY_SOURCE.items():
-        lines += [f"### {source}", "", *(_line(family) for family in families), ""]
+        lines += [f"### {source}", "", *(_format_row(family) for family in families), ""]
     lines += [
         "## Labels", "",
         f"In brackets the most values on one host: {symbols}.", "",
@@ -134,7 +134,7 @@ def _tables() -> str:
     return "\n".join(lines)
 
 
-def _line(family: Metric) -> str:
+def _format_row(family: Metric) -> str:
     labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
     return f"- `{family.exposed}{labels}`: {family.help}"
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--grafana", type=_address, default=alerts.GRAFANA, help="where Grafana is")
     parser.add_argument("--page", type=_address, help="where agents are reached from outside (default: their address)")
     given = parser.parse_args()
-    for name, text in made(given.docs, given.grafana, given.page).items():
+    for name, text in generate_files(given.docs, given.grafana, given.page).items():
         path = ROOT / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)

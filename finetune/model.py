@@ -224,7 +224,7 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
 
 
 def cut(model: Any, bounds: Sequence[tuple[int, int]], stages: Sequence[int], fused_loss: bool) -> list[Chunk]:
-    """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `mine` the stages to keep."""
+    """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `stages` those to keep."""
     # Every chunk but the last works on a shallow copy; layers that no chunk keeps are freed with the model.
     chunks = []
     for stage in stages:

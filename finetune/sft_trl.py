@@ -39,8 +39,7 @@ def train(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) ->
     """Run all remaining steps of TRL's trainer, and write the model."""
     trainer = _make_trainer(config, layout, run_recorder)
     args, record = trainer.args, run_recorder.record
-    resume = checkpoint.find_resume(config, TRAINER_STATE_NAME)
-    if resume:
+    if resume := checkpoint.find_resume(config, TRAINER_STATE_NAME):
         run_recorder.note(f"resumed from {resume.name}")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     run_recorder.find_fullest_rank()
@@ -111,6 +110,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
     os.environ.update({str(name): str(value) for name, value in (settings.pop("env", None) or {}).items()})
     settings.pop("dataset_mixture", None)
     settings.setdefault("disable_tqdm", not sys.stderr.isatty())
+    settings.setdefault("use_bnb_nested_quant", True)
     has_flash = on_gpu and layout.cp == 1 and importlib.util.find_spec("flash_attn") is not None
     runs = {"attn_implementation": has_flash or settings.get("attn_implementation") != "flash_attention_2",
             "use_liger_kernel": on_gpu and importlib.util.find_spec("liger_kernel") is not None,
@@ -124,7 +124,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
             note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
         settings["report_to"] = sorted(targets - missing) or "none"
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    unknown = parser.set_defaults_with_config(**settings, **_translate_layout(layout, on_gpu))[::2]
+    unknown = parser.set_defaults_with_config(**{**settings, **_translate_layout(layout, on_gpu)})[::2]
     for name in (option.removeprefix("--") for option in unknown):
         if name not in names.option_names()["no_effect"]:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
@@ -142,7 +142,8 @@ def _translate_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": layout.gradient_accumulation, "fp16": layout.precision == "fp16",
         "torch_compile": layout.compile, "use_cpu": not on_gpu, "gradient_checkpointing": recompute and not sharded,
     }  # fmt: skip
-    if sharded:  # FSDP recomputes by itself: both together would do it twice
+    if sharded:  # 4-bit weights stored in another type are not sharded. FSDP recomputes by itself
+        settings["bnb_4bit_quant_storage"] = {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
         settings["fsdp"], settings["fsdp_config"] = True, {
             "version": 2, "reshard_after_forward": layout.reshard_after_forward, "activation_checkpointing": recompute,
             "cpu_offload": layout.offload == "all", "cpu_ram_efficient_loading": True,
@@ -160,8 +161,7 @@ def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, teste
 
     Raises ConfigError for rows that cannot be read.
     """
-    handbook_mixture = (plan.trl or {}).get("dataset_mixture")
-    if handbook_mixture is not None:
+    if (handbook_mixture := (plan.trl or {}).get("dataset_mixture")) is not None:
         splits = _mix_as_handbook(handbook_mixture, config)
     elif mixture.datasets:
         splits = trl.get_dataset(mixture)

@@ -17,7 +17,7 @@ from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
-from planner.forecast.step_time import COMMUNICATION, StepParts, prepare_step, step_parts, strides
+from planner.forecast.step_time import COMMUNICATION, StepParts, forecast_step, prepare_step, strides
 from planner.search import Candidate, Planned, difference_sigma, list_broken_by_degrees
 
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
@@ -71,7 +71,7 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
     """
 
     def moved(other: Job) -> float:
-        return math.log(step_parts(other, layout).total / parts.total)
+        return math.log(forecast_step(other, layout).total / parts.total)
 
     variance = faster = slower = 0.0
     for name in ("node", "network"):
@@ -95,14 +95,14 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
 def over_unknown_network(job: Job, layout: Layout, around: Interval) -> Interval:
     """Extend the step's interval to the slowest and the fastest rate that an unknown network may have."""
     network = job.links.network
-    if network is None or network.within is None or (parts := step_parts(job, layout)).communication <= 0:
+    if network is None or network.within is None or (parts := forecast_step(job, layout)).communication <= 0:
         return around
     others = (replace(job.links, network=replace(network, bytes_per_second=rate)) for rate in network.within)
-    slow, fast = (step_parts(replace(job, links=links), layout).total / parts.total for links in others)
+    slow, fast = (forecast_step(replace(job, links=links), layout).total / parts.total for links in others)
     return Interval(low=around.low * min(1.0, fast), mid=around.mid, high=around.high * max(1.0, slow))
 
 
-def dominant_words(parts: StepParts, links: Links, layout: Layout) -> str:
+def describe_dominant(parts: StepParts, links: Links, layout: Layout) -> str:
     """Describe in one sentence how the step's time is spent."""
     by_name, total = parts._asdict(), parts.total
     kinds = ("communication-bound: ", COMMUNICATION, 0.33), ("compute-bound: ", _COMPUTE, 0.6), ("", by_name, 0.0)
@@ -126,9 +126,7 @@ def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
             volume = f", {sent / GIGA:.3g} GB per rank and step" if sent else ""
             detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}{volume}"
         time_parts.append(Part(name=name, value=seconds * planned.scale, detail=detail))
-    memory_parts = tuple(
-        Part(name=name, value=value, detail=_MEMORY[name]) for name, value in memory._asdict().items() if value > 0
-    )
+    held = ((name, value) for name, value in memory._asdict().items() if value > 0)
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
     sigma = base_sigma(job, calibrated=planned.calibrated)
     sigmas = sigmas_of_rates(job, layout, parts, host_measured=planned.calibrated)
@@ -137,8 +135,8 @@ def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
         step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, faster, slower)),
         memory_bytes=memory_interval(job, memory.total),
         time_parts=tuple(time_parts),
-        memory_parts=memory_parts,
-        dominant=dominant_words(parts, job.links, layout),
+        memory_parts=tuple(Part(name=name, value=value, detail=_MEMORY[name]) for name, value in held),
+        dominant=describe_dominant(parts, job.links, layout),
         tokens_per_second=tokens / candidate.seconds,
         tokens_per_second_per_rank=tokens / candidate.seconds / layout.world_size,
         mfu=_compute_mfu(job, layout, tokens / candidate.seconds),
@@ -191,7 +189,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     def gain_of(variant: Layout = layout, **changed: Any) -> float:
         """Return the fraction of the step that another layout, or other properties of the job, would save."""
         other = replace(job, **changed) if changed else job
-        return 1.0 - step_parts(other, variant).total / variant.global_batch / per_sequence
+        return 1.0 - forecast_step(other, variant).total / variant.global_batch / per_sequence
 
     def add(idea: str, gain: float, **values: object) -> None:
         ideas.append((gain, _HELPS[idea].format(gain=gain, **values)))
@@ -203,7 +201,7 @@ def helps_most(job: Job, winner: Candidate, capacity: float | None) -> tuple[str
     if network is not None and winner.parts.communication > 0:
         quadruple = max(4 * network.bytes_per_second, SLOWEST_OFFERED)
         faster = replace(job.links, network=replace(network, bytes_per_second=quadruple))
-        parts = step_parts(replace(job, links=faster), layout)
+        parts = forecast_step(replace(job, links=faster), layout)
         rate = quadruple / GIGA
         add(
             "network", 1.0 - parts.total / winner.parts.total, link=network.link, now=network.bytes_per_second / GIGA,

@@ -25,13 +25,13 @@ from planner.forecast.calibration import Calibration, apply_calibration, check_d
 from planner.forecast.compute import CPU, DEFAULT, Job, Rates, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
-from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, links_of
+from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, make_links
 from planner.forecast.memory import checkpoint_bytes, memory_of
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
 from planner.nccl_env import environment as nccl_env, newest_read, version_text
-from planner.nccl_env.situation import Note, find_plugin, situation
+from planner.nccl_env.situation import Note, find_plugin, make_situation
 from planner.search import Candidate, Found, Planned, difference_sigma, first_broken, fitting, search, usual_options
-from planner.stacks import engine_named
+from planner.stacks import find_engine
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import count_held_bytes
@@ -65,7 +65,7 @@ def _find_rates(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], train: TrainSpec, ranks_per_node: int, precision: str,
     unknowns: list[str],
 ) -> Rates:  # fmt: skip
-    node, engine = cluster.nodes[0], engine_named(train.engine)
+    node, engine = cluster.nodes[0], find_engine(train.engine)
     if node.gpus:
         models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
         known = [gpu for name in models if (gpu := find_gpu(name))]
@@ -92,7 +92,7 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
     probed = [probe for s in snapshots if (f := s.facts(GpuFacts)) for probe in f.gpus if find_gpu(probe.name) == gpu]
     watts = min((probe.power_limit_default_watts for probe in probed if probe.power_limit_default_watts), default=None)
     board = scale_to_board(gpu, watts)
-    rates = gpu_rates(board, train, engine_named(train.engine), precision)
+    rates = gpu_rates(board, train, find_engine(train.engine), precision)
     if board is gpu:
         return rates
     note = _text("small_board", watts=watts, usual=gpu.watts, share=board.matmul_bf16 / gpu.matmul_bf16)
@@ -185,8 +185,8 @@ def plan(
     precision = _check_request(cluster, train)
     cluster = cut_domains(cluster, findings or {})
     unknowns: list[str] = []
-    has_gpu, engine = bool(cluster.nodes[0].gpus), engine_named(train.engine)
-    links = links or links_of(cluster, measurements, ranks_per_node=ranks_per_node)
+    has_gpu, engine = bool(cluster.nodes[0].gpus), find_engine(train.engine)
+    links = links or make_links(cluster, measurements, ranks_per_node=ranks_per_node)
     world = links.ranks_per_node * links.nodes
     requested = resolve_layout(dict(train.fixed_layout), world, links.ranks_per_node)
     precision = requested.get("precision", precision)
@@ -209,8 +209,7 @@ def plan(
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append(_text("unknown_memory"))
-    lost = [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]
-    if lost:
+    if lost := [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]:
         unknowns.append(_text("lost_gpus", names=", ".join(lost[:8])))
     capability = _get_capability(cluster)
     if precision == "bf16" and capability is not None and capability < (8, 0):
@@ -224,8 +223,7 @@ def plan(
     most_gpus = max(sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes)
     if has_gpu and links.ranks_per_node < most_gpus:
         unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=most_gpus))
-    longer = sum(rows for length, rows in train.length_histogram if length > train.sequence_length)
-    if longer:
+    if longer := sum(rows for length, rows in train.length_histogram if length > train.sequence_length):
         rows = sum(rows for _, rows in train.length_histogram)
         unknowns.append(_text("cut_rows", longer=longer, rows=rows, tokens=train.sequence_length))
     job = Job(
@@ -254,7 +252,7 @@ def _list_plugins(cluster: ClusterTopology, network: Speed | None, snapshots: Se
     if network is None or network.how != "derived":
         return
     rate = network.bytes_per_second / GIGA
-    for node in situation(snapshots, cluster).nodes:
+    for node in make_situation(snapshots, cluster).nodes:
         name, file = find_plugin(node) or ("", "")
         if name and network.link == name:
             reason = f"{file} is on {node.hostname}" if file else f"{node.hostname} of the catalogue has it"
@@ -323,12 +321,6 @@ def forecast_named(planned: Planned, members: Mapping[str, Any]) -> RankedLayout
     return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
 
 
-def _list_settings_of_experts(job: Job, layout: Layout) -> list[str]:
-    """Return the settings that the forecast of experts assumes, in words."""
-    captured = job.engine.uses_cuda_graph(job.model, layout)
-    return [_text("cuda_graph", settings=" ".join(job.engine.cuda_graph_arguments))] if captured else []
-
-
 def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
     """Report that the upper end of a layout's memory interval exceeds the device."""
     needs = ranked.forecast.memory_bytes
@@ -349,7 +341,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     return replace(rank(planned, candidate), why=reason)
 
 
-def error_of_difference(planned: Planned, first: RankedLayout, second: RankedLayout) -> float:
+def estimate_difference(planned: Planned, first: RankedLayout, second: RankedLayout) -> float:
     """Return the error of the ratio of two steps, as a share: errors that both forecasts have in common cancel."""
     left, other = planned.candidate(first.layout), planned.candidate(second.layout)
     return math.expm1(difference_sigma(planned.job, left, other))
@@ -367,7 +359,7 @@ def recommend(
     `findings`: known faults of the nodes, by host name. If the graph does not show them, the answer also has the best
     layout of the same nodes without them.
     """
-    case = situation(
+    case = make_situation(
         snapshots, cluster, nccl_version=nccl_version, multi_node=multi_node, ranks_per_node=ranks_per_node
     )
     answer = replace(nccl_env.settings(case), model=model, train=train)
@@ -386,7 +378,7 @@ def recommend(
         planned = scaled(planned, measured_step)
     healthy = None
     if planned.slowed:
-        links = links_of(cluster, ranks_per_node=ranks_per_node)
+        links = make_links(cluster, ranks_per_node=ranks_per_node)
         if without := find_healthy_links(cluster, links, against, snapshots):
             again = plan(cluster, snapshots, model, train, calibration=calibration, links=without)
             healthy = best_layout(replace(
@@ -417,7 +409,8 @@ def recommend(
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
         helps = helps_most(planned.job, best[0], planned.capacity)
-        unknowns += _list_settings_of_experts(planned.job, winner.layout)
+        captured = planned.job.engine.uses_cuda_graph(planned.job.model, winner.layout)
+        unknowns += [_text("cuda_graph", settings=" ".join(planned.job.engine.cuda_graph_arguments))] * captured
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
             helps = (*nearest(planned), *helps) if planned.requested else helps
@@ -451,7 +444,7 @@ def _choose_for_shorter_rows(planned: Planned, result: Found) -> tuple[Found, st
     Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
     reason to reject a layout. The layout is the one that fits the longest rows among halvings of that length. Its
     forecast is still for the assumed length. If even rows of one token do not fit, weights and states are too large and
-    `found` is returned unchanged. The second value explains the assumption to the user.
+    `result` is returned unchanged. The second value explains the assumption to the user.
     """
     train, budget = planned.job.train, planned.budget or 0.0
     tokens = train.sequence_length

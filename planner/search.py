@@ -25,7 +25,7 @@ from planner.forecast.engine import NF4_BYTES, Engine, uneven_stages
 from planner.forecast.links import Links
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.specs import ModelSpec, TrainSpec, weights
-from planner.forecast.step_time import StepParts, step_parts
+from planner.forecast.step_time import StepParts, forecast_step
 
 # -- rules
 
@@ -48,7 +48,7 @@ def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
     yield from _check_tensors(job, layout)
     yield from _check_rows(job, layout)
     yield from _check_model(job, layout)
-    if lacks := engine_lacks(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
+    if lacks := find_lack(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
         yield "engine-runs", lacks
     if exceeds := _exceeds_host_memory(job, layout):
         yield "host-memory-holds", exceeds
@@ -146,7 +146,7 @@ def _check_model(job: Job, layout: Layout) -> Broken:
         yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
 
 
-def engine_lacks(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
+def find_lack(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """Return what the engine lacks to run a layout with this method."""
     name, can = engine.name, engine.can
     if not has_gpu and engine.without_gpu is not None:
@@ -199,7 +199,9 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
 
     If the host memory is unknown, offloading is rejected.
     """
-    load = job.engine.host_load(2.0 * weights(job.model).total, at, min(at.world_size, job.links.ranks_per_node))
+    load, in_4_bits = 0.0, job.train.method == "qlora"
+    if not (in_4_bits and job.engine.quantises_whole):  # else each weight goes to the GPU as it is read
+        load = job.engine.host_load(2.0 * weights(job.model).total, at, min(at.world_size, job.links.ranks_per_node))
     usable = None if job.host_memory_bytes is None else 0.8 * job.host_memory_bytes
     if job.has_gpu and usable is not None and load > usable:
         return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
@@ -209,7 +211,7 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
         return f"offloading frees nothing: {gpu.name} and its host share one memory"
     if usable is None:
         return "offloading needs host memory, and the memory of the nodes is unknown"
-    frozen = NF4_BYTES if job.train.method == "qlora" else 2.0
+    frozen = NF4_BYTES if in_4_bits else 2.0
     each = (12.0 if at.offload == "optimizer" else 16.0) if job.train.method == "full" else frozen
     needed = each * weights(job.model).total * at.dp_replicate / max(1, job.links.nodes)
     if needed > usable:
@@ -294,7 +296,7 @@ class Planned:
 
     def candidate(self, layout: Layout, memory: MemoryParts | None = None) -> Candidate:
         """Return the forecast of one layout, whether or not it fits; `memory` if it was forecast before."""
-        parts, memory = step_parts(self.job, layout), memory or memory_of(self.job, layout)
+        parts, memory = forecast_step(self.job, layout), memory or memory_of(self.job, layout)
         capacity = self.capacity or math.inf
         return Candidate(
             layout=layout, parts=parts, memory=memory, seconds=parts.total * self.scale,
@@ -564,14 +566,14 @@ class _Search:
         families: dict[str, list[Candidate]] = {}
         for (key, *_), candidate in self.best.items():
             families.setdefault(key, []).append(candidate)
-        best = sorted((simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
+        best = sorted((choose_simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
-            winner = simplest(self.job, best)
+            winner = choose_simplest(self.job, best)
             best.sort(key=lambda c: c is not winner)
         self.found.best = best
 
 
-def simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
+def choose_simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     """Return, from layouts as fast as the fastest within the forecast error, the one with fewest complications.
 
     Of equally simple layouts, it is the fastest; of equally fast ones (within `TIE`), the one with the least risk.

@@ -36,11 +36,11 @@ TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "tri
 # Files that take half a minute or more start first, those that mostly wait before those that compute: one that started
 # last would run while the other workers are idle.
 SLOW = """
-train real_prometheus images softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks
-finetune_pods finetune_equivalence trl_trainer finetune_hub input_bounds finetune_loading page_in_browser lint_forms
-compare_networks bench_ends hostile_clients costly_questions forecast_calibration paths_and_tokens run_post footprint
-finetune_traced finetune_memory wrap_verb drills bench_measures rendered_answers finetune_resume
-finetune_survival evidence_scale model_weights
+train real_prometheus images softroce slurm_cluster search_hosts why_runs bench_hosts bench_slow_networks finetune_pods
+finetune_equivalence trl_trainer finetune_hub input_bounds finetune_loading page_in_browser lint_forms compare_networks
+bench_ends slurm_texts hostile_clients costly_questions forecast_calibration paths_and_tokens run_post
+finetune_traced finetune_memory wrap_verb drills bench_measures rendered_answers finetune_resume finetune_survival
+evidence_scale model_weights
 """
 LONGEST = [f"test_{name}.py" for name in SLOW.split()]
 
@@ -80,6 +80,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hidden := {mark.name for mark in item.iter_markers()}.intersection(TIERS) - tiers_of(item.path):
             raise pytest.UsageError(f"{item.nodeid}: its marks {sorted(hidden)} are nowhere in its file's text")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tests that import torch have a mark: without one each worker of `make test` would take seconds to import it."""
+    marks = [TIERS.intersection(mark.name for mark in item.iter_markers()) for item in session.items]
+    if "torch" in sys.modules and set() in marks and all("real" in each for each in marks if each):
+        raise pytest.UsageError("a file with a test without a mark imports torch: import it in tests that are `long`")
 
 
 @pytest.hookimpl(hookwrapper=True)

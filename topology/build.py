@@ -25,7 +25,7 @@ from probes.rdma import facts as rdma_facts
 from probes.rdma.facts import RdmaDevice, RdmaFacts
 from topology.derive import complete
 from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
-from topology.links import NvLinks, PciTree, active_targets, joined, pcie_pair
+from topology.links import NvLinks, PciTree, count_targets, joined, pair_by_pcie
 
 SOURCES: tuple[Source[Any], ...] = (
     hostinfo.SOURCE, pci_facts.SOURCE, gpu_facts.SOURCE, rdma_facts.SOURCE, interface_facts.SOURCE,
@@ -44,7 +44,7 @@ def build(snapshot: Snapshot) -> NodeTopology:
     host = snapshot.facts(HostinfoFacts)
     warnings: list[str] = []
     gpus = _build_gpus(facts, tree, warnings)
-    nics = nics_of(snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts), tree)
+    nics = list_nics(snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts), tree)
     return complete(
         NodeTopology(
             hostname=snapshot.hostname,
@@ -103,7 +103,7 @@ def _build_gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
         c2c=gpu.c2c_enabled if gpu.c2c_links is None else bool(gpu.c2c_links) and gpu.c2c_enabled is not False,
         usable=gpu.error is None,
         nvlinks=tuple(
-            NvLinkTarget(bus_id=bus_id, count=count, kind=kind) for (kind, bus_id), count in active_targets(gpu)
+            NvLinkTarget(bus_id=bus_id, count=count, kind=kind) for (kind, bus_id), count in count_targets(gpu)
         ),
         **tree.links_of(gpu.bus_id),
     )
@@ -126,7 +126,7 @@ def _build_pairs(
         else:
             label = tree.label(a.bus_id, b.bus_id) or UNKNOWN
             evidence = "sysfs" if label != UNKNOWN else "not in the PCIe tree"
-            pairs.append(pcie_pair(a, b, label, tree, cpu, evidence=evidence))
+            pairs.append(pair_by_pcie(a, b, label, tree, cpu, evidence=evidence))
     warnings.extend(links.warnings)
     return tuple(pairs)
 
@@ -143,7 +143,7 @@ def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: 
         ancestor = "PIX"
     label = ancestor or tree.label(a.bus_id, b.bus_id) or UNKNOWN
     evidence = "nvml" if ancestor else ("sysfs" if label != UNKNOWN else "no probe answered")
-    return pcie_pair(a, b, label, tree, cpu, evidence=evidence, peer_access=links.peer_access(a.index, b.index))
+    return pair_by_pcie(a, b, label, tree, cpu, evidence=evidence, peer_access=links.peer_access(a.index, b.index))
 
 
 def _has_no_nvlink(model: str | None) -> bool:
@@ -166,7 +166,7 @@ def _build_cpu(host: HostinfoFacts | None) -> Cpu | None:
 _NEVER = ("loopback", "docker", "bridge")
 
 
-def nics_of(rdma: RdmaFacts | None, interfaces: InterfacesFacts | None, tree: PciTree) -> tuple[NicNode, ...]:
+def list_nics(rdma: RdmaFacts | None, interfaces: InterfacesFacts | None, tree: PciTree) -> tuple[NicNode, ...]:
     """Return RDMA devices in reach, including EFA; without any, Ethernet interfaces that NCCL's sockets could use."""
     links = interfaces.interfaces if interfaces else ()
     if rdma and rdma.devices:

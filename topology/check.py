@@ -13,7 +13,7 @@ from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
 from hardware.units import some
 from probes.api import finding, list_codes
-from topology.derive import reference_of
+from topology.derive import find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.paths import gigabytes
 
@@ -37,14 +37,14 @@ def check(
     """
     findings = (
         _check_nvlink_missing(node), _check_nvlink_asymmetric(node), _check_nvlink_board(node),
-        _check_gpu_nic(node, farthest_gdr(gdr_level)), _check_undecidable(node), _check_virtual(node),
+        _check_gpu_nic(node, find_farthest_gdr(gdr_level)), _check_undecidable(node), _check_virtual(node),
         _check_gdr_refused(node), _check_rails(node), _check_nic_pcie(node), _check_gpu_pcie(node),
         _check_reference(node, gpus_on_bus, in_container),
     )  # fmt: skip
     return tuple(chain.from_iterable(findings))
 
 
-def farthest_gdr(level: str | None) -> PathClass | None:
+def find_farthest_gdr(level: str | None) -> PathClass | None:
     """Return the longest path on which NCCL_NET_GDR_LEVEL allows GPUDirect RDMA; None if it is not set or invalid.
 
     Specification: NCCL user guide, NCCL_NET_GDR_LEVEL, and src/graph/paths.cc: names in capital letters, or the older
@@ -56,7 +56,7 @@ def farthest_gdr(level: str | None) -> PathClass | None:
     return PathClass[text] if text in PathClass.__members__ and PathClass[text] <= PathClass.SYS else None
 
 
-def by_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
+def uses_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by default or because of the job's level."""
     if farthest is None:
         return near.gdr_by_default
@@ -79,7 +79,7 @@ def _count_switch_links(node: NodeTopology) -> int:
 
 
 def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
-    row = reference_of(node)
+    row = find_reference(node)
     pairs = [pair for pair in node.gpu_pairs() if pair.label != UNKNOWN]
     if not any(pair.nvlinks for pair in pairs) or not (_count_switch_links(node) or (row and row.all_to_all)):
         return
@@ -122,7 +122,7 @@ def _check_nvlink_board(node: NodeTopology) -> Iterator[Finding]:
     labels = {pair.label for pair in pairs}
     if not pairs or not node.nvlink_known or labels - {"SYS", "NODE", "PHB"}:
         return
-    row = reference_of(node)
+    row = find_reference(node)
     sxm = [gpu.model for gpu in node.gpus if gpu.model and "SXM" in gpu.model]
     of_board = len(node.gpus) >= 8 and not all(is_card(gpu.model) for gpu in node.gpus)
     own_nic = of_board and all(near.label in ("PIX", "PXB") for near in node.nearest_nic)
@@ -144,7 +144,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     # A ring enters the node at the GPU nearest to the NIC. If that GPU uses GPUDirect RDMA, collectives are as fast
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     decided = [near for near in node.nearest_nic if near.decidable]
-    direct = {nic for near in decided if by_gdr(near, farthest) for nic in near.nics}
+    direct = {nic for near in decided if uses_gdr(near, farthest) for nic in near.nics}
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in decided:
@@ -167,7 +167,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 near.gpu, (*_cite_pairs(node, near), *relay), where=place,
                 nics=some(near.nics, limit=4), near=near, closed=_text("no_pxn") * node.nvlink_known + hidden,
             )  # fmt: skip
-        elif near.path is not None and not by_gdr(near, farthest) and near.gpu not in no_gdr:
+        elif near.path is not None and not uses_gdr(near, farthest) and near.gpu not in no_gdr:
             designed, relay = _judge_by_design(node, near), _find_relay(node, near) if _shares_nics(node) else ()
             yield finding(
                 TEXTS, "topology.gdr.path" + (" designed" if designed else " relayed" if relay else ""),
@@ -185,7 +185,7 @@ def _shares_nics(node: NodeTopology) -> bool:
 
 def _judge_by_design(node: NodeTopology, near: NearestNic) -> Status | None:
     """Return INFO if the path is by design: on healthy machines of this type NICs are not nearer."""
-    row = reference_of(node)
+    row = find_reference(node)
     farthest = (row.gpu_nic_farthest or row.gpu_nic) if row else None
     beyond_switches = farthest is not None and rank(farthest) > rank("PXB")
     return Status.INFO if beyond_switches and farthest and rank(near.label) <= rank(farthest) else None
@@ -284,7 +284,7 @@ def _describe_fewer_nics(node: NodeTopology) -> str:
 
 def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
     """Report RDMA NICs whose current PCIe link is slower than their port: link degraded, or slot too small."""
-    row = reference_of(node)
+    row = find_reference(node)
     soldered = row is not None and row.nics_soldered  # the vendor chose the number of lanes
     for nic in node.nics:
         rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
@@ -350,9 +350,9 @@ def _check_gdr_refused(node: NodeTopology) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def departures(node: NodeTopology) -> tuple[str, ...]:
+def describe_departures(node: NodeTopology) -> tuple[str, ...]:
     """Describe each difference from the reference machine; empty if there is none, or no reference."""
-    row = reference_of(node)
+    row = find_reference(node)
     return () if row is None else tuple(text for _, text in _find_departures(node, row))
 
 
@@ -408,7 +408,7 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
     Servers with PCIe cards may be built with fewer GPUs, and a container may get fewer RDMA devices than its host has.
     Missing NVLinks cost their share of every collective, even if all GPUs lack the same number.
     """
-    row = reference_of(node)
+    row = find_reference(node)
     if row is None:
         return
     lost = bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus

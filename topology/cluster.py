@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from topology.graph import ClusterTopology, NicNode, NodeTopology
-from topology.paths import node_plan, rail_plan, usable_rate, with_expectations
+from topology.paths import plan_node, plan_rail, usable_rate, with_expectations
 
 _TRANSPORTS = (("efa", "efa"), ("hca", "rdma"), ("rxe", "rdma"), ("siw", "rdma"), ("ethernet", "tcp"))
 
@@ -60,7 +60,7 @@ def _find_rate_between(models: Sequence[NodeTopology], transport: str | None) ->
     if transport is None:
         return None
     by_nvlink = transport == "nvlink"
-    rates = [node_plan(node)[0] if by_nvlink else _compute_node_rate(node, transport) for node in models]
+    rates = [plan_node(node)[0] if by_nvlink else _compute_node_rate(node, transport) for node in models]
     given = [rate for rate in rates if rate is not None]
     return min(given) if len(given) == len(rates) else None
 
@@ -68,7 +68,7 @@ def _find_rate_between(models: Sequence[NodeTopology], transport: str | None) ->
 def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
     """Return a node's total NIC rate. With one rail per GPU: rate of the slowest rail times the number of rails."""
     nics = _list_nics(node, transport)
-    plans = [rail_plan(node, rail)[0] for rail in node.rails] if not node.lacking else []
+    plans = [plan_rail(node, rail)[0] for rail in node.rails] if not node.lacking else []
     if plans and {nic.name for nic in nics} == {name for rail in node.rails for name in rail.nics}:
         known_plans = [plan for plan in plans if plan]
         return len(plans) * min(known_plans) if len(known_plans) == len(plans) else None

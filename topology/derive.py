@@ -35,7 +35,7 @@ def complete(node: NodeTopology) -> NodeTopology:
 
     A given reason in `virtual` is kept. Otherwise, the pairs themselves may show that a hypervisor hides the PCIe tree.
     """
-    warnings, machine = node.warnings, reference_of(node)
+    warnings, machine = node.warnings, find_reference(node)
     # NCCL XML has PHB for NODE as well, so PHB everywhere is normal for a single real socket, but not for a machine
     # that is built with switches.
     drawn = node.source == "NCCL XML" and (machine is None or machine.gpu_nic not in ("PIX", "PXB"))
@@ -56,7 +56,7 @@ def complete(node: NodeTopology) -> NodeTopology:
     )
 
 
-def reference_of(node: NodeTopology) -> Machine | None:
+def find_reference(node: NodeTopology) -> Machine | None:
     """Return the machine row by GPU model, GPU count and product name; None if unknown or if no row matches."""
     models = {gpu.model for gpu in node.gpus if gpu.model}
     return machine_of_host(models.pop(), len(node.gpus), node.product) if len(models) == 1 else None

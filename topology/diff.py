@@ -61,8 +61,8 @@ def traits(
     rdma = [facts for host in (snapshot, like) if host and (facts := host.facts(RdmaFacts))]
     by_place = {device.bus_id: f"{device.name} ({device.bus_id})" for facts in rdma for device in facts.devices}
     of_facts = ((kind, traits_of(facts)) for kind, traits_of in _OF_FACTS if (facts := snapshot.facts(kind)))
-    links = _links(build(snapshot) if node is None else node)
-    for kind, parts in ((Snapshot, _probes(snapshot)), *of_facts, (NodeTopology, links)):
+    links = _list_link_traits(build(snapshot) if node is None else node)
+    for kind, parts in ((Snapshot, _list_probe_traits(snapshot)), *of_facts, (NodeTopology, links)):
         renamed = names.get(kind, {}) if kind is InterfacesFacts else devices  # IPoIB may be named as its RDMA device
         for trait in parts:
             name = "".join(renamed.get(part, part) for part in _NAME.split(trait.subject))
@@ -126,7 +126,7 @@ def _read_rows(section: str, facts: object, name: str = "") -> Iterator[Trait]:
             yield from _trait(row.get("subject", name), row.get("what", ""), value, Status(row["status"]), size)
 
 
-def _probes(snapshot: Snapshot) -> Iterator[Trait]:
+def _list_probe_traits(snapshot: Snapshot) -> Iterator[Trait]:
     for name, outcome in snapshot.outcomes.items():
         answered = isinstance(outcome, Ok)
         state = "answers" if answered else f"{type(outcome).__name__.lower()}"
@@ -172,12 +172,12 @@ def _rdma(facts: RdmaFacts) -> Iterator[Trait]:
     for device in facts.devices:
         yield from _read_rows("rdma_device", device, device.name)
         for port in device.ports:
-            yield from _port(device.name if len(device.ports) == 1 else f"{device.name}:{port.port}", port)
+            yield from _list_port_traits(device.name if len(device.ports) == 1 else f"{device.name}:{port.port}", port)
     if facts.memlock_proof:
         yield from _read_rows("memlock_proof", facts.memlock_proof)
 
 
-def _port(name: str, port: RdmaPort) -> Iterator[Trait]:
+def _list_port_traits(name: str, port: RdmaPort) -> Iterator[Trait]:
     yield from _trait(name, "port", port.state, FAIL, 1.0 if port.state == "ACTIVE" else 0.0)
     yield from _trait(name, "link layer", port.link_layer, FAIL)
     if port.state == "ACTIVE":  # a port that is down reports a meaningless rate
@@ -206,7 +206,7 @@ def _limits(facts: LimitsFacts) -> Iterator[Trait]:
         yield from _read_rows("job_limits", facts)
 
 
-def _host(facts: HostinfoFacts) -> Iterator[Trait]:
+def _list_host_traits(facts: HostinfoFacts) -> Iterator[Trait]:
     yield from _read_rows("host", facts)
     for name, value in sorted(facts.nccl_variables.items()):
         yield from _trait(name, "set to", value, WARN)
@@ -214,11 +214,11 @@ def _host(facts: HostinfoFacts) -> Iterator[Trait]:
 
 _OF_FACTS: tuple[tuple[type, Callable[[Any], Iterator[Trait]]], ...] = (
     (GpuFacts, _gpus), (PciFacts, _pci), (RdmaFacts, _rdma), (InterfacesFacts, _interfaces), (LimitsFacts, _limits),
-    (HostinfoFacts, _host),
+    (HostinfoFacts, _list_host_traits),
 )  # fmt: skip
 
 
-def _links(node: NodeTopology) -> Iterator[Trait]:
+def _list_link_traits(node: NodeTopology) -> Iterator[Trait]:
     """Yield path labels; NVLink counts are traits of the GPUs."""
     gpus = {gpu.name for gpu in node.gpus}
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
@@ -439,14 +439,14 @@ def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
     }
 
 
-def diff_text(differences: Sequence[Difference]) -> str:
+def format_diff(differences: Sequence[Difference]) -> str:
     """Format one line per difference."""
     if not differences:
         return "✓ no differences that affect training → if one node is slower, measure it: topoflight bench"
     return "\n".join(f"{difference.status:<7} {difference.message}" for difference in differences)
 
 
-def fleet_text(view: Fleet) -> str:
+def format_fleet(view: Fleet) -> str:
     """Format each family: the common group, then the other groups with their differences."""
     from jinja2 import Environment, FileSystemLoader
 

@@ -36,7 +36,7 @@ T = TypeVar("T", int, float)
 _text = read_texts(__file__, "texts.toml")
 
 
-def active_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
+def count_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """Count a GPU's active links by end, ((kind, bus id), count), in order of first appearance."""
     ends = ((link.remote_kind, link.remote_bus_id) for link in gpu.nvlinks if link.active)
     unknown = (None, UNREAD)
@@ -271,7 +271,7 @@ def _get_maximum(device: PciDevice) -> tuple[float | None, int | None]:
     )
 
 
-def pcie_pair(
+def pair_by_pcie(
     a: GpuNode | NicNode,
     b: GpuNode | NicNode,
     label: str,

@@ -21,7 +21,7 @@ from contracts.finding import Interval
 from contracts.tables import read_texts
 from hardware.gpus import find_gpu, link_named, most_links, refuses_peers
 from hardware.units import GIGA
-from topology.derive import reference_of
+from topology.derive import find_reference
 from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
 from topology.graph import (
     UNKNOWN,
@@ -105,7 +105,7 @@ def _has_nvlink_ring(gpus: tuple[str, ...], pairs: Pairs) -> bool:
     return walk([gpus[0]], set(gpus[1:]))
 
 
-def node_plan(node: NodeTopology) -> Plan:
+def plan_node(node: NodeTopology) -> Plan:
     """Return the bus bandwidth of a ring through all responding GPUs of the node, with its derivation."""
     names = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     if len(names) < 2:
@@ -167,7 +167,7 @@ def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
     return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
 
 
-def rail_plan(node: NodeTopology, rail: Rail) -> Plan:
+def plan_rail(node: NodeTopology, rail: Rail) -> Plan:
     """Return the total rate of a rail's NICs from one node to the next."""
     rates = []
     steps = []
@@ -282,9 +282,9 @@ def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
         paths = _join_gpus(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
         made += _make_expectations("island", _plan_island(node, island), island.gpus, node, paths, len(island.gpus))
     if len(usable) > 1:
-        made += _make_expectations("node", node_plan(node), usable, node, _join_gpus(node, usable, usable), len(usable))
+        made += _make_expectations("node", plan_node(node), usable, node, _join_gpus(node, usable, usable), len(usable))
     for rail in node.rails:
-        made += _make_expectations("rail", rail_plan(node, rail), (*rail.nics, *rail.gpus), node)
+        made += _make_expectations("rail", plan_rail(node, rail), (*rail.nics, *rail.gpus), node)
     return tuple(made)
 
 
@@ -318,7 +318,7 @@ def _make_expectations(
 
 
 def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
-    row = reference_of(node) if bar == HEALTHY else None
+    row = find_reference(node) if bar == HEALTHY else None
     names = tuple(gpu.name for gpu in gpus)
     links, of, source = due.nvlinks, len(node.gpus), "as requested with --expect:"
     if links is None and row is not None and row.links_per_pair and row.all_to_all:
@@ -401,7 +401,7 @@ def _find_network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Ca
             offered = [nic for nic in offered if nic.active is not False]
         if offered:
             return _wire(node, gpus, offered, bar, name)
-        row = reference_of(node) if bar == HEALTHY else None
+        row = find_reference(node) if bar == HEALTHY else None
         if name == "RDMA" and row is not None and row.gpu_nic:
             return None, None, (f"{row.called} has RDMA NICs, and none shows here: their rate is not known",)
     return None, None, ()

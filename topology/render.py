@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any
 
 from contracts.tables import read_table
-from topology.check import departures
+from topology.check import describe_departures
 from topology.graph import SELF, UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs
 from topology.paths import with_expectations
 
@@ -119,7 +119,7 @@ def json_document(node: NodeTopology) -> Json:
         "nearest_nic": {near.gpu: _describe_nearest(near, node, labels) for near in node.nearest_nic} or None,
         "rails": [_get_values(rail, "rail", "nics", "gpus") for rail in node.rails],
         "expectations": [_get_values(expectation, *_EXPECTATION) for expectation in node.expectations],
-        "departures_from_reference": list(departures(node)),
+        "departures_from_reference": list(describe_departures(node)),
         "warnings": list(node.warnings),
     }
 

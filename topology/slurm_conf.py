@@ -26,7 +26,7 @@ class Placement:
     clique: str = ""  # NVLink fabric clique; empty: none or unknown
 
 
-def placement_of(snapshot: Snapshot) -> Placement:
+def find_placement(snapshot: Snapshot) -> Placement:
     """Return the position of a scanned node, by its RDMA ports, or by all ports if no RDMA port has a neighbour."""
     interfaces, rdma, gpu = snapshot.facts(InterfacesFacts), snapshot.facts(RdmaFacts), snapshot.facts(GpuFacts)
     wired = {link.name: link.neighbour.split(" ")[0] for link in (interfaces.interfaces if interfaces else ())
@@ -39,7 +39,7 @@ def placement_of(snapshot: Snapshot) -> Placement:
     )  # fmt: skip
 
 
-def groups_of(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
+def group_placements(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
     """Group nodes by leaf switch. Leaves that share a node (rails of a pod) form one group, named after the first."""
     groups: list[tuple[set[str], set[str]]] = []
     for placement in placements:
@@ -56,9 +56,9 @@ def groups_of(placements: Sequence[Placement]) -> dict[str, tuple[str, ...]]:
 _text = read_texts(__file__, "texts.toml")
 
 
-def topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) -> str:
+def format_topology_conf(placements: Sequence[Placement], *, has_blocks: bool = False) -> str:
     """Format the file for the tree plugin, or for the block plugin with one block per NVLink domain."""
-    groups: Mapping[str, Sequence[str]] = groups_of(placements)
+    groups: Mapping[str, Sequence[str]] = group_placements(placements)
     if has_blocks:
         cliques = {placement.clique for placement in placements if placement.clique}
         groups = {key: [placement.node for placement in placements if placement.clique == key] for key in cliques}

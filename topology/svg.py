@@ -78,7 +78,7 @@ def svg(node: NodeTopology) -> str:
 def picture(node: NodeTopology, *, status: Status | None = None, suffix: str = "") -> str:
     """Return the node as an inline `<svg>`, coloured by the page; empty if there is nothing to connect.
 
-    `more` is added to the summary for screen readers.
+    `suffix` is added to the summary for screen readers.
     """
     devices = _list_devices(node, status)
     return _draw(node, devices, summary(node) + suffix) if devices else ""
@@ -126,12 +126,12 @@ def _list_devices(node: NodeTopology, status: Status | None = None) -> list[Devi
         wrong = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
         speed = "down" if nic.active is False else bits(nic.rate_bytes_per_second)
         about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {speed}"
-        line, numa = _nic_line(nic, speed), _guess_numa(nic, node)
+        line, numa = _describe_nic(nic, speed), _guess_numa(nic, node)
         made.append(Device(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=wrong))
     return made
 
 
-def _nic_line(nic: NicNode, speed: str) -> str:
+def _describe_nic(nic: NicNode, speed: str) -> str:
     layer = {"InfiniBand": "IB", "Ethernet": "RoCE" if nic.kind == "hca" else ""}.get(nic.link_layer or "", "")
     return f"{layer or {'ethernet': 'eth'}.get(nic.kind, nic.kind)} {speed}"[:17]
 
@@ -178,7 +178,7 @@ def _place_block(node: NodeTopology, block: Sequence[Device], left: float, spots
             x = spots[device.name] = left + wide / len(row) * (index + 0.5)
             pairs = (known.get(device.name, other.name) for other in block if other is not device)
             others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # a line shows PCIe, not NVLink
-            kind = _kind(min(others, key=rank)) if others and shared else "host"
+            kind = _classify(min(others, key=rank)) if others and shared else "host"
             places.append({"device": device, "x": x, "end": middle if shared else x, "kind": kind})
     labels = {known.label(a.name, b.name) for a in nics for b in gpus}
     switch = ("switches" if labels == {"PXB"} else "switch") if shared else ""
@@ -202,14 +202,14 @@ def _place_links(node: NodeTopology, spots: Mapping[str, float]) -> list[Drawn]:
             pairs = [p for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.nvlinks]
             arcs = [(spots[p.a], spots[p.b], p.label) for p in pairs]
             end += 14 + max((abs(a - b) / 14 for a, b, _ in arcs), default=0)
-        text = _bandwidth(node, island)
+        text = _describe_bandwidth(node, island)
         left = min(spots[name] for name in island.gpus)
         placed.append({"y": y, "end": end, "left": left, "words": text, "stubs": stubs, "arcs": arcs})
         y = end + 34
     return placed
 
 
-def _bandwidth(node: NodeTopology, island: Island) -> str:
+def _describe_bandwidth(node: NodeTopology, island: Island) -> str:
     rates = [p.bytes_per_second for p in node.pairs if p.a in island.gpus and p.b in island.gpus and p.bytes_per_second]
     text = f"NVLink {' and '.join(island.nvlinks_per_pair)}"
     of = f" of {len(island.gpus)} of {len(node.gpus)} GPUs" if len(island.gpus) < len(node.gpus) else ""
@@ -220,7 +220,7 @@ def _bandwidth(node: NodeTopology, island: Island) -> str:
     return text
 
 
-def _kind(label: str) -> str:
+def _classify(label: str) -> str:
     word = level(label).lower()
     return word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 

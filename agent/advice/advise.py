@@ -23,7 +23,7 @@ from planner.forecast.calibration import Calibration, load_calibration
 from planner.forecast.faults import ENDS, RULES
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, check_histogram, mean_length
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.situation import situation, with_plugin
+from planner.nccl_env.situation import make_situation, with_plugin
 from planner.recommend import MeasuredStep, best_layout, frontier, plan, recommend
 from planner.stacks import exports
 from probes.api import Snapshot
@@ -99,7 +99,7 @@ class Request:
         path = Path(self.model)
         if self.allow_files and (path.suffix == ".json" or os.path.isdir(path)):
             try:
-                return models.model_from_file(path)
+                return models.read_model_file(path)
             except models.ModelError as error:
                 raise RequestError(f"--model {error}") from None
         return models.model_named(self.model)
@@ -110,7 +110,7 @@ class Request:
             raise RequestError("--model: name the model")
         return model
 
-    def row_count(self) -> int | None:
+    def count_rows(self) -> int | None:
         """Return the number of rows in the data: the given number, else the sum of the length histogram."""
         if self.rows is not None:
             return self.rows
@@ -153,14 +153,14 @@ class Request:
 
     def cluster(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
         """Return the requested cluster, with the named network."""
-        cluster = self._nodes(snapshots)
+        cluster = self._build_nodes(snapshots)
         if self.network is not None:
             return machines.over_network(cluster, self.network, self.transport)
         if self.transport is not None:
             raise RequestError(f"transport {self.transport}: requires the rate of the network too, for example 100G")
         return cluster
 
-    def _nodes(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
+    def _build_nodes(self, snapshots: Sequence[Snapshot]) -> ClusterTopology:
         """Return the nodes: a catalogue machine, one host repeated, or the given hosts.
 
         Raises MachineError if a node has fewer GPUs than the ranks to run on it.
@@ -240,7 +240,7 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     is_assumed = request.rows is not None and not (request.unmeasured or request.train.length_histogram)
     rows = texts("assumed_rows", length=request.train.sequence_length) if is_assumed else request.unmeasured
     unknowns = (*advice.unknowns, rows) if rows else advice.unknowns
-    advice = replace(advice, rows=request.row_count(), node_hour_price=price, unknowns=unknowns)
+    advice = replace(advice, rows=request.count_rows(), node_hour_price=price, unknowns=unknowns)
     steps = _count_steps(request, advice.chosen) if advice.chosen else None
     if advice.chosen is None or steps is None:
         return advice
@@ -254,7 +254,7 @@ _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps 
 
 def _count_steps(request: Request, ranked: RankedLayout) -> int | None:
     """Return the optimizer steps of the whole run; None without a budget, or if the rows could not be measured."""
-    forecast, train, rows = ranked.forecast, request.train, request.row_count()
+    forecast, train, rows = ranked.forecast, request.train, request.count_rows()
     if request.hours is not None:
         return int(request.hours * 3600 / forecast.step_seconds.mid * (1.0 + _ROUNDING))
     if request.tokens is not None:
@@ -273,13 +273,13 @@ def _count_steps(request: Request, ranked: RankedLayout) -> int | None:
 
 
 def advise(
-    request: Request, snapshots: Sequence[Snapshot], *, measured: Sequence[Measurement] | None = None,
-    calibrated: Calibration | None = None, checks: Sequence[Finding] | None = None,
+    request: Request, snapshots: Sequence[Snapshot], *, measurements: Sequence[Measurement] | None = None,
+    calibration: Calibration | None = None, checks: Sequence[Finding] | None = None,
 ) -> Recommendation:  # fmt: skip
     """Answer a request about the hosts in `snapshots`, or about the machine of the catalogue that it names.
 
-    `measured` and `calibrated` override the values of the request. `checks` are the known findings of the hosts; if
-    None, the hosts are checked here.
+    `measurements` and `calibration` override the values of the request. `checks` are the known findings of the hosts;
+    if None, the hosts are checked here.
     """
     snapshots = () if request.machine else snapshots
     if request.machine or request.model is None:
@@ -288,12 +288,13 @@ def advise(
         from agent.checks.view import build_view
 
         checks = build_view(snapshots).checks
-    measured = request.measurements() if measured is None else measured
+    measurements = request.measurements() if measurements is None else measurements
     try:
-        stored = load_calibration(request.calibration) if request.calibration and calibrated is None else None
+        if request.calibration and calibration is None:
+            calibration = load_calibration(request.calibration)
         return advise_cluster(
-            request, request.cluster(snapshots), snapshots, measured=measured,
-            calibration=calibrated or stored, checks=checks,
+            request, request.cluster(snapshots), snapshots, measurements=measurements, calibration=calibration,
+            checks=checks,
         )  # fmt: skip
     except PLAN_ERRORS as error:
         raise RequestError(str(error)) from None
@@ -301,8 +302,8 @@ def advise(
 
 def advise_view(view: View, request: Request) -> Recommendation:
     """Answer a request from the agent's current view."""
-    measured = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
-    return advise(request, view.snapshots, measured=measured, checks=view.checks)
+    verified = tuple(m for m in view.bench.measurements if m.verified) if view.bench else ()
+    return advise(request, view.snapshots, measurements=verified, checks=view.checks)
 
 
 def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommendation:
@@ -326,7 +327,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
 
 def advise_cluster(
     request: Request, cluster: ClusterTopology, snapshots: Sequence[Snapshot], *,
-    measured: Sequence[Measurement] = (), calibration: Calibration | None = None, checks: Sequence[Finding] = (),
+    measurements: Sequence[Measurement] = (), calibration: Calibration | None = None, checks: Sequence[Finding] = (),
 ) -> Recommendation:  # fmt: skip
     """Ask the planner about these nodes; without a model, only about the NCCL environment.
 
@@ -336,7 +337,7 @@ def advise_cluster(
     # one node without a requested number: more can be added later
     multi_node = len(cluster.nodes) > 1 or (None if request.nodes is None else False)
     if model is None:
-        case = situation(
+        case = make_situation(
             snapshots, cluster, nccl_version=version, multi_node=multi_node, ranks_per_node=request.ranks_per_node
         )
         recommendation = nccl_env.settings(case)
@@ -349,7 +350,7 @@ def advise_cluster(
     if len(snapshots) == 1 and len(findings) == 1:  # one host, used for all nodes of the cluster
         findings = {node.hostname: of_host for node in cluster.nodes for of_host in findings.values()}
     advice = recommend(
-        cluster, snapshots, model, request.train, measurements=measured, calibration=calibration,
+        cluster, snapshots, model, request.train, measurements=measurements, calibration=calibration,
         nccl_version=version, ranks_per_node=request.ranks(cluster),
         multi_node=multi_node, findings=findings, measured_step=request.measured_layout(),
     )  # fmt: skip
@@ -537,7 +538,7 @@ def count_tokens(request: Request, train: TrainSpec) -> float:
     mean = mean_length(histogram, train.sequence_length) if histogram else float(train.sequence_length)
     if request.tokens is not None:
         return float(request.tokens)
-    if request.epochs is not None and (rows := request.row_count()):
+    if request.epochs is not None and (rows := request.count_rows()):
         return request.epochs * rows * mean
     if train.steps is not None:
         return train.steps * (train.global_batch or 1) * mean

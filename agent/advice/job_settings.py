@@ -42,10 +42,10 @@ from hardware.gpus import without_gdr
 from hardware.units import rate
 from planner.advice import RankedLayout, Recommendation
 from planner.forecast.memory import STORAGE_BYTES_PER_SECOND, save_seconds
-from planner.forecast.models import ModelError, hub_id, model_from_config, model_from_file, model_named
+from planner.forecast.models import ModelError, hub_id, model_named, read_model, read_model_file
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.recommend import AS_REQUESTED, checkpoint_to_save
-from planner.stacks import engine_named
+from planner.stacks import find_engine
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from topology.build import build
@@ -99,6 +99,12 @@ def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = 
     return Settings(job_config, explicit, notes, raw, only_trl)
 
 
+def read_explicit_settings(advice: Recommendation, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of --config and --set that the trainer of the advice takes, by current name."""
+    trainer = advice.train.engine if advice.train else OURS
+    return read_settings(options.get("config"), options.get("overrides", ()), trainer).explicit
+
+
 def add_job_settings(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
     """Add the job's settings to the request as fixed values that the plan does not change."""
     if not explicit:
@@ -143,7 +149,7 @@ def fill_unset(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in made.items() if name not in explicit}
 
 
-def why_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
+def explain_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:
     """Return why the job's defaults would train another model, or sums, instead of the planned model; else ""."""
     if advice.model is None or advice.model.name == EMBEDDED_MODEL:
         return ""
@@ -221,7 +227,7 @@ def complete_request(request: Request, config: Path | None, overrides: Sequence[
     request = with_rows(build_job_request(request, config, overrides), explicit)
     if explicit.get("max_steps"):
         return request.changed(steps=explicit["max_steps"])
-    if request.row_count() is None:
+    if request.count_rows() is None:
         return request
     return replace(request, epochs=float(explicit.get("num_train_epochs") or EPOCHS))
 
@@ -253,10 +259,11 @@ _OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward",
 
 def choose_trainer(
     request: Request, config: Path | None, overrides: Sequence[str], requested: str, snapshots: Sequence[Snapshot]
-) -> tuple[Recommendation, str, str]:
-    """Return the advice for the trainer that supports the file, model and layout; its name; a line with the reason.
+) -> tuple[Recommendation, str]:
+    """Return the advice for the trainer that supports the file, model and layout, and a line with the reason.
 
-    `requested` is "auto" or the name of a trainer. Raises RequestError if neither trainer supports the settings.
+    `requested` is "auto" or the name of a trainer; `train.engine` of the advice is the chosen one. Raises RequestError
+    if neither trainer supports the settings.
     """
     only_trl = read_settings(config, overrides, requested).only_trl
     trainer, reason_text = requested, ""
@@ -269,17 +276,17 @@ def choose_trainer(
         other = _advise_for(measured, config, overrides, TRL, snapshots)
         too_large = any(row.rule == "memory-fits" for row in advice.rejected)
         if other.chosen is None or (too_large and other.chosen.layout.cp == 1):  # TRL's trainer can split sequences
-            return advice, OURS, "" if too_large else f"with TRL's trainer: {describe_refusal(other)}"
-        simplest = engine_named(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
+            return advice, "" if too_large else f"with TRL's trainer: {describe_refusal(other)}"
+        simplest = find_engine(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
         advice, trainer, reason_text = other, TRL, simplest or advice.rejected[0].reason
     if trainer not in (OURS, TRL):  # another stack, named with --engine
-        return advice, trainer, ""
+        return advice, ""
     if trainer == OURS:
         line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
-        return advice, OURS, line if config and advice.chosen else ""
+        return advice, line if config and advice.chosen else ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
     reason = f", because the built-in one refuses: {reason_text}." if reason_text else ", as --trainer requests."
-    return advice, TRL, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
+    return advice, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
 
 
 def _advise_for(
@@ -321,7 +328,7 @@ def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.
     """
     if os.path.exists(name):
         with contextlib.suppress(ModelError):  # the later request reports what is wrong with the file
-            return model_from_file(Path(name), any_type=True)
+            return read_model_file(Path(name), any_type=True)
         return None
     if hub_id(name) != name:
         return None
@@ -332,7 +339,7 @@ def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
-        return model_from_config(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
+        return read_model(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, plain.PlainError) as error:
         if is_known:
             return None
@@ -346,9 +353,10 @@ GRACE_SECONDS = 20  # minimum time to write a checkpoint after SIGTERM
 
 
 def build_job_plan(
-    advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (), hosts: Sequence[Snapshot] = ()
-) -> JobPlan:
-    """Build the plan of a job on the hosts `found` with the chosen layout and planned values for missing settings.
+    advice: Recommendation, config: Path | None = None, overrides: Sequence[str] = (),
+    snapshots: Sequence[Snapshot] = (),
+) -> JobPlan:  # fmt: skip
+    """Build the plan of a job on these hosts with the chosen layout and planned values for missing settings.
 
     Raises RequestError if there is no layout, or if the job cannot be trained.
     """
@@ -357,7 +365,7 @@ def build_job_plan(
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
     job_config, explicit, notes, raw, _ = read_settings(file, overrides, TRL if by_trl else OURS)
-    if refusal := why_untrainable(advice, explicit):
+    if refusal := explain_untrainable(advice, explicit):
         raise RequestError(refusal)
     planned = {} if embedded else fill_unset(advice, explicit)
     job_config = replace(job_config, **planned)
@@ -367,7 +375,7 @@ def build_job_plan(
         job_config = replace(job_config, layout={})  # the layout of the plan is complete: without a GPU it is DDP
     return JobPlan(
         config=job_config, trl=of_trl, layout=ranked.layout, notes=tuple(notes),
-        forecast=run_forecast(advice), transport=plan_transport(advice, hosts),
+        forecast=run_forecast(advice), transport=plan_transport(advice, snapshots),
         environment={setting.name: setting.value for setting in advice.settings},
     )  # fmt: skip
 
@@ -408,15 +416,15 @@ def plan_transport(advice: Recommendation, snapshots: Sequence[Snapshot] = ()) -
     }
     if level := values.get("NCCL_NET_GDR_LEVEL"):  # set where the fabric is known to use it (Slingshot, gIB)
         planned["gdrdma"] = f"NCCL_NET_GDR_LEVEL={level}"
-    elif not efa and (reason := why_gdrdma(snapshots, values.get("NCCL_IB_HCA", ""))):
+    elif not efa and (reason := explain_gdrdma(snapshots, values.get("NCCL_IB_HCA", ""))):
         planned["gdrdma"] = reason
     return planned
 
 
-def why_gdrdma(snapshots: Sequence[Snapshot], hca_list: str = "") -> str:
+def explain_gdrdma(snapshots: Sequence[Snapshot], hca_list: str = "") -> str:
     """Return why every GPU of these hosts should use GPUDirect RDMA; empty if one should not, or if this is unknown.
 
-    `chosen` is NCCL_IB_HCA. A GPU whose nearest NICs are not in it uses a NIC that is farther away.
+    `hca_list` is NCCL_IB_HCA. A GPU whose nearest NICs are not in it uses a NIC that is farther away.
     """
     names = {word.partition(":")[0] for word in hca_list.lstrip("=").split(",")}
     if not is_gdrdma_possible(snapshots) or hca_list.startswith("^"):

@@ -59,7 +59,7 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
 
-def table_of(rows_of_table: Grid) -> Table:
+def make_table(rows_of_table: Grid) -> Table:
     """Convert a grid to the table that the terminal prints."""
     result = table(*rows_of_table.columns)
     for row in rows_of_table.rows:

@@ -31,7 +31,7 @@ import click
 from click.core import ParameterSource
 
 from agent.base import EXIT_FAILED, EXIT_USAGE
-from agent.base.output import print_text, why_unwritable
+from agent.base.output import explain_unwritable, print_text
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
 
@@ -90,7 +90,7 @@ def parse_version(text: str | None) -> tuple[int, int, int] | None:
 
 def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
     """Reject an output that cannot be written, before any scan or load starts. Raises InputError."""
-    if problem := why_unwritable(path, folder=folder):
+    if problem := explain_unwritable(path, folder=folder):
         raise InputError(f"{option} {path}: {problem}")
 
 

@@ -42,7 +42,7 @@ def render_template(module: str, name: str, **values: Any) -> str:
     return templates.get_template(name).render(**values) + "\n"
 
 
-def why_unwritable(path: Path, *, folder: bool = False) -> str:
+def explain_unwritable(path: Path, *, folder: bool = False) -> str:
     """Return why no file can be written at `path`, or in it if `folder` is set (it may be missing); "" if one can.
 
     Called before a verb generates load, so that no run is lost because its result cannot be stored. Writes nothing.

@@ -25,7 +25,7 @@ def rows() -> dict[str, dict[str, Any]]:
     return read_table(__file__, "question.toml")
 
 
-def word_of(option: str) -> str:
+def get_parameter(option: str) -> str:
     """Return the HTTP parameter of an option: "sequence_length" of "--sequence-length"."""
     return option.removeprefix("--").replace("-", "_")
 
@@ -33,7 +33,7 @@ def word_of(option: str) -> str:
 @cache
 def fields() -> Mapping[str, str]:
     """Return the command line option of each field, by field name."""
-    return {str(row.get("name", word_of(option))): option for option, row in rows().items()}
+    return {str(row.get("name", get_parameter(option))): option for option, row in rows().items()}
 
 
 def most(name: str) -> int:
@@ -61,6 +61,6 @@ def model() -> type[BaseModel]:
         elif kind is str:
             limits["max_length"] = row["most"]
         default = row.get("default", False if kind is bool else None)
-        about = Field(default, description=row["help"], alias=word_of(option), **limits)
+        about = Field(default, description=row["help"], alias=get_parameter(option), **limits)
         members[name] = kind if default is not None else kind | None, about
     return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **members)

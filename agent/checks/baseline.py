@@ -86,7 +86,7 @@ def _read_baseline(path: Path) -> Baseline:
 
 def _read_busbw(bench: Any) -> dict[tuple[str, int, int, str], float]:
     result = read_as(bench, BenchResult)
-    return {_measured_as(m): m.busbw_bytes_per_second for m in result.measurements if m.verified}
+    return {_get_key(m): m.busbw_bytes_per_second for m in result.measurements if m.verified}
 
 
 def _match_single_node(now: Iterable[str], then: Iterable[str]) -> dict[str, str]:
@@ -159,12 +159,12 @@ def make_baseline_bar(then: float, *more: str) -> Bar:
 
 def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
     """Add a bar from the baseline before the other bars of each measurement, at the largest size that both have."""
-    known = [m for m in result.measurements if before.get(_measured_as(m))]
+    known = [m for m in result.measurements if before.get(_get_key(m))]
     largest = {(m.op, len(m.ranks)): m.bytes for m in sorted(known, key=lambda m: m.bytes)}
     made = []
     for m in result.measurements:
         if m in known and largest[m.op, len(m.ranks)] == m.bytes:
-            then = before[_measured_as(m)]
+            then = before[_get_key(m)]
             bar = make_baseline_bar(then)
             rest = tuple(each for each in m.bars if each.name != BASELINE)
             m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=bar.why)
@@ -172,5 +172,5 @@ def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, 
     return replace(result, measurements=tuple(made))
 
 
-def _measured_as(m: Measurement) -> tuple[str, int, int, str]:
+def _get_key(m: Measurement) -> tuple[str, int, int, str]:
     return m.op, m.bytes, len(m.ranks), m.backend

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from agent.base import units
 from agent.checks.codes import EXPECT_CODES, make_finding
-from agent.checks.host_checks import is_gdrdma_possible, why_no_gpu_read, why_no_hca_read
+from agent.checks.host_checks import explain_unread_gpus, explain_unread_hcas, is_gdrdma_possible
 from agent.checks.verdict import GateError
 from contracts import bounded
 from contracts.finding import Finding, Status
@@ -30,7 +30,7 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
-from topology.check import by_gdr, farthest_gdr
+from topology.check import find_farthest_gdr, uses_gdr
 from topology.graph import NodeTopology, nvlinks
 
 MOST_BYTES = 1 << 16  # a file of a dozen lines
@@ -132,9 +132,9 @@ def check_expectations(
 ) -> tuple[Finding, ...]:  # fmt: skip
     """Add one check per expectation of a node, and decide checks that a scan alone cannot decide.
 
-    If nothing was `seen` of the node, every expectation is unknown. If a node has exactly the expected number of GPUs
-    or ACTIVE ports, none is missing: other devices on the bus are not assigned to it or not cabled. A larger number can
-    include ports of another network, so an expected port may be down.
+    If `host` is None, every expectation is unknown. If a node has exactly the expected number of GPUs or ACTIVE ports,
+    none is missing: other devices on the bus are not assigned to it or not cabled. A larger number can include ports of
+    another network, so an expected port may be down.
     """
     results, mild = [], set()
     for expectation in expected:
@@ -164,47 +164,47 @@ def _check(node: str, one: NodeExpectation, met: bool | None, have: str, outcome
     return replace(check, required=met is None)
 
 
-def _absent(snapshot: Snapshot, name: str) -> bool:
+def _is_absent(snapshot: Snapshot, name: str) -> bool:
     """Return whether the probe found no device and the PCI bus, which could be read, shows none either."""
-    unread = why_no_gpu_read(snapshot) if name == "gpu" else why_no_hca_read(snapshot)
+    unread = explain_unread_gpus(snapshot) if name == "gpu" else explain_unread_hcas(snapshot)
     return isinstance(snapshot.outcomes.get(name), Absent) and not unread
 
 
 # GPUs --------------------------------------------------------------------------------------------------------------
 
 
-def _answering(snapshot: Snapshot) -> list[Gpu]:
+def _list_answering(snapshot: Snapshot) -> list[Gpu]:
     facts = snapshot.facts(GpuFacts)
     return [gpu for gpu in facts.gpus if gpu.error is None] if facts else []
 
 
-def _gpu_count(snapshot: Snapshot) -> int | None:
+def _count_gpus(snapshot: Snapshot) -> int | None:
     """Return the number of GPUs that answer and that CUDA_VISIBLE_DEVICES exposes to this process; None if unknown."""
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_error:
-        return 0 if _absent(snapshot, "gpu") else None
-    count, (visible, _) = len(_answering(snapshot)), count_visible_gpus(facts)
+        return 0 if _is_absent(snapshot, "gpu") else None
+    count, (visible, _) = len(_list_answering(snapshot)), count_visible_gpus(facts)
     return count if visible is None else min(count, visible)
 
 
-def _gpus(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
-    count = _gpu_count(snapshot)
+def _check_gpus(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
+    count = _count_gpus(snapshot)
     met = None if count is None else count >= expected.value
     return met, f"{'an unknown number of' if count is None else count} GPUs answer"
 
 
-def _gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
+def _check_gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     """Compare whole words of the model name: L40 does not match L40S."""
     pattern = re.compile(rf"(?<![a-z0-9]){re.escape(expected.value)}(?![a-z0-9])", re.IGNORECASE)
-    models = [gpu.name for gpu in _answering(snapshot)]
+    models = [gpu.name for gpu in _list_answering(snapshot)]
     odd = [model for model in models if not pattern.search(model or "")]
-    unknown = _gpu_count(snapshot) is None or (not all(models) and not any(odd))
+    unknown = _count_gpus(snapshot) is None or (not all(models) and not any(odd))
     met = None if unknown else bool(models) and not odd
     return met, ", ".join(dict.fromkeys(model or "unknown model" for model in models)) or "no GPU"
 
 
-def _nvlink(snapshot: Snapshot, topology: NodeTopology, expected: NodeExpectation) -> Judgement:
-    count = _gpu_count(snapshot)
+def _check_nvlink(snapshot: Snapshot, topology: NodeTopology, expected: NodeExpectation) -> Judgement:
+    count = _count_gpus(snapshot)
     if count is None or (topology.gpus and not topology.nvlink_known):
         return None, "the NVLinks are unknown"
     usable = {gpu.name for gpu in topology.gpus if gpu.usable}
@@ -220,10 +220,10 @@ def _nvlink(snapshot: Snapshot, topology: NodeTopology, expected: NodeExpectatio
     return True, f"{len(links)} pairs have NV{expected.value} or more"
 
 
-def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
+def _check_driver(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_version is None:
-        return False if _gpu_count(snapshot) == 0 else None, "the driver is unknown"
+        return False if _count_gpus(snapshot) == 0 else None, "the driver is unknown"
     have, required = (tuple(map(int, re.findall(r"\d+", text)[:4])) for text in (facts.driver_version, expected.value))
     return have >= required, f"the driver is {facts.driver_version}"
 
@@ -231,11 +231,11 @@ def _driver(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectati
 # RDMA --------------------------------------------------------------------------------------------------------------
 
 
-def _hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
+def _list_hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
     """Return the ACTIVE ports of each RDMA device in reach; None if the devices or a port could not be read."""
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
-        return {} if _absent(snapshot, "rdma") else None
+        return {} if _is_absent(snapshot, "rdma") else None
     if any(port.state is None for device in facts.in_reach for port in device.ports):
         return None
     return {
@@ -245,8 +245,8 @@ def _hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
     }
 
 
-def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
-    ports = _hca_ports(snapshot)
+def _check_hcas(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
+    ports = _list_hca_ports(snapshot)
     if ports is None:
         return None, "the RDMA devices are unknown"
     have = [name for name, active in ports.items() if active and expected.selects(name)]
@@ -254,9 +254,9 @@ def _hcas(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation
     return len(have) >= expected.value, f"{len(have)} RDMA devices{of_pattern} have an ACTIVE port"
 
 
-def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
+def _check_rates(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     """Check all ACTIVE devices, or the selected ones; a device selected by name that is not ACTIVE fails."""
-    ports = _hca_ports(snapshot)
+    ports = _list_hca_ports(snapshot)
     if ports is None:
         return None, "the RDMA devices are unknown"
     rates = {name: sum(port.rate_bytes_per_second or 0.0 for port in active) or None
@@ -271,10 +271,10 @@ def _rates(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectatio
     return (None, f"the rate of {', '.join(unknown)} is unknown") if unknown else (True, "every device is as fast")
 
 
-def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation) -> Judgement:
+def _check_gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation) -> Judgement:
     """Check that GPUDirect RDMA is installed and that NCCL's rules use it; None if either is unknown."""
     pci, rdma = snapshot.facts(PciFacts), snapshot.facts(RdmaFacts)
-    if pci is None or (rdma is None and not _absent(snapshot, "rdma")):
+    if pci is None or (rdma is None and not _is_absent(snapshot, "rdma")):
         return None, "the PCI bus or the RDMA devices are unknown"
     if not is_gdrdma_possible((snapshot,)):
         if rdma is None:
@@ -289,8 +289,8 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation)
     if not near or not all(pair.decidable for pair in near):
         return (None, "the path to the nearest NIC is unknown") if near else (False, "no GPU answers")
     host = snapshot.facts(HostinfoFacts)
-    level = farthest_gdr(host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None)
-    far = [f"{one.gpu} ({one.label})" for one in near if not by_gdr(one, level)]
+    level = find_farthest_gdr(host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None)
+    far = [f"{one.gpu} ({one.label})" for one in near if not uses_gdr(one, level)]
     able = units.some(far, "not possible from ") or "possible from every GPU"
     return not far, f"GPUDirect RDMA is {able} to the nearest NIC"
 
@@ -298,18 +298,18 @@ def _gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation)
 # Interfaces ---------------------------------------------------------------------------------------------------------
 
 
-def _interface(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
+def _check_interface(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     facts = snapshot.facts(InterfacesFacts)
     if facts is None:
         return None, "the interfaces are unknown"
     matching = [link for link in facts.interfaces if fnmatchcase(link.name, expected.value)]
     if not matching:
         return False, f"there are {', '.join(sorted(link.name for link in facts.interfaces)) or 'none'}"
-    bad = [f"{link.name} {problem}" for link in matching if (problem := _interface_problem(link))]
+    bad = [f"{link.name} {problem}" for link in matching if (problem := _find_interface_problem(link))]
     return not bad, ", ".join(bad) or f"{', '.join(link.name for link in matching)} up, with an address"
 
 
-def _interface_problem(link: Interface) -> str:
+def _find_interface_problem(link: Interface) -> str:
     if link.up is False:
         return "is down"
     if link.running is False:
@@ -318,14 +318,14 @@ def _interface_problem(link: Interface) -> str:
 
 
 KEYS: dict[str, ExpectationKey] = {
-    "gpus": ExpectationKey(_gpus, ("gpu",)),  # minimum number of GPUs that answer
-    "gpu": ExpectationKey(_gpu_model, ("gpu",), str),  # words that every GPU's model must contain: "H100"
-    "nvlink": ExpectationKey(_nvlink, ("gpu",)),  # minimum of each pair of GPUs
-    "hcas": ExpectationKey(_hcas, ("rdma",)),  # minimum with an ACTIVE port
-    "rate": ExpectationKey(_rates, ("rdma",), lambda text: int(text) * 1e9 / 8),  # bytes/s
-    "gdr": ExpectationKey(_gdr, ("pci", "rdma"), str),  # GPUDirect RDMA from every GPU to its nearest NIC
-    "interface": ExpectationKey(_interface, ("interfaces",), str),  # patterns: up, with an address
-    "driver": ExpectationKey(_driver, ("gpu",), str),  # minimum NVIDIA driver release: "570.86"
+    "gpus": ExpectationKey(_check_gpus, ("gpu",)),  # minimum number of GPUs that answer
+    "gpu": ExpectationKey(_check_gpu_model, ("gpu",), str),  # words that every GPU's model must contain: "H100"
+    "nvlink": ExpectationKey(_check_nvlink, ("gpu",)),  # minimum of each pair of GPUs
+    "hcas": ExpectationKey(_check_hcas, ("rdma",)),  # minimum with an ACTIVE port
+    "rate": ExpectationKey(_check_rates, ("rdma",), lambda text: int(text) * 1e9 / 8),  # bytes/s
+    "gdr": ExpectationKey(_check_gdr, ("pci", "rdma"), str),  # GPUDirect RDMA from every GPU to its nearest NIC
+    "interface": ExpectationKey(_check_interface, ("interfaces",), str),  # patterns: up, with an address
+    "driver": ExpectationKey(_check_driver, ("gpu",), str),  # minimum NVIDIA driver release: "570.86"
 }
 _NAMES = ("gpu", "interface")  # for these, a number or unquoted `on` in YAML is a mistake
 _LISTS = ("hcas", "rate", "interface")  # may be repeated

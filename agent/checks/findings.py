@@ -114,7 +114,7 @@ def group_findings(checks: Iterable[Finding]) -> tuple[FindingGroup, ...]:
         groups.setdefault(unmeasured or (check.status, check.code, _of_any(check)), []).append(check)
     return tuple(
         FindingGroup(
-            id=one[0].code, status=one[0].status, message=one[0].message, remedy=_remedies(one), checks=tuple(one)
+            id=one[0].code, status=one[0].status, message=one[0].message, remedy=_join_remedies(one), checks=tuple(one)
         )
         for one in groups.values()
     )
@@ -126,7 +126,7 @@ def _of_any(check: Finding) -> str:
     return re.sub(rf"(nvidia-smi (?:-r )?-i) {number}\b", r"\1 N", check.remedy) if number.isdigit() else check.remedy
 
 
-def _remedies(checks: Sequence[Finding]) -> str:
+def _join_remedies(checks: Sequence[Finding]) -> str:
     """Return each remedy once, without those contained in another; with the GPU's number if it is for one GPU."""
     several = len({check.subject for check in checks}) > 1
     remedies = list(dict.fromkeys(_of_any(check) if several else check.remedy for check in checks if check.remedy))
@@ -167,10 +167,10 @@ class UnknownCodeError(LookupError):
 @cache
 def read_entries() -> dict[str, str]:
     """Return the entry of every code and alert: the name, then its points as a Markdown list."""
-    return {name: f"{name}\n\n{points}" for page in PAGES for name, points in _ENTRY.findall(_page(page))}
+    return {name: f"{name}\n\n{points}" for page in PAGES for name, points in _ENTRY.findall(_find_page(page))}
 
 
-def _page(name: str) -> str:
+def _find_page(name: str) -> str:
     places = (Path(__file__).with_name("pages"), Path(__file__).parents[2] / "docs" / "reference")
     page = next((place / f"{name}.md" for place in places if (place / f"{name}.md").exists()), None)
     if page is None:

@@ -70,8 +70,8 @@ class History:
         """Replace the findings of this scan by those that are raised, and add the changes."""
         snapshot = view.snapshots[0]
         now = snapshot.taken_at_seconds
-        settling = self._settling(snapshot, now)
-        self._changes(view, now, settling=settling)
+        settling = self._is_settling(snapshot, now)
+        self._report_changes(view, now, settling=settling)
         checks = tuple(self._raised(view.checks, now, settling=settling))
         self._events = self._events[-MOST_EVENTS:]
         return replace(
@@ -79,7 +79,7 @@ class History:
             since={key: tracked.since for key, tracked in self._open.items() if tracked.raised},
         )  # fmt: skip
 
-    def _settling(self, snapshot: Snapshot, now: float) -> bool:
+    def _is_settling(self, snapshot: Snapshot, now: float) -> bool:
         """Return whether the host has just booted or its driver is restarting, so that its state is still changing."""
         host = snapshot.facts(HostinfoFacts)
         boot = host.boot_id if host else None
@@ -87,20 +87,20 @@ class History:
             self._add_event(now, "boot", "booted")
             self._settled_at = now + SETTLING_SECONDS
         self._boot_id = boot or self._boot_id
-        gpus, driver = snapshot.facts(GpuFacts), _value(self._traits, "driver")
+        gpus, driver = snapshot.facts(GpuFacts), _get_value(self._traits, "driver")
         answers = gpus is not None and gpus.driver_error is None
         if driver is not None and (answers != self._driver or (gpus is not None and driver != gpus.driver_version)):
             self._settled_at = now + SETTLING_SECONDS  # the driver stops, starts or changes its version
         self._driver = answers or driver is None
         return now < self._settled_at or self._uptime() < SETTLING_SECONDS
 
-    def _changes(self, view: View, now: float, *, settling: bool) -> None:
+    def _report_changes(self, view: View, now: float, *, settling: bool) -> None:
         """Report version changes at once, and others after two equal scans in a row, but not while the host settles."""
         snapshot = view.snapshots[0]
         all_traits = traits(snapshot, node=view.topologies[0])
         found = {key: trait for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
         previous, last, self._last = self._traits, self._last, found
-        silent = settling or any(not isinstance(outcome, Ok) and _value(previous, f"probe {name}") == "answers"
+        silent = settling or any(not isinstance(outcome, Ok) and _get_value(previous, f"probe {name}") == "answers"
                                  for name, outcome in snapshot.outcomes.items())  # fmt: skip
         steady = dict(previous) | {
             key: trait
@@ -118,7 +118,7 @@ class History:
                 each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
             )
             for difference in differ:
-                part = _part(difference)
+                part = _classify_change(difference)
                 kind = "version" if part not in ("", "hardware") else "changed"
                 self._add_event(now, kind, difference.message, "" if answers and part == "hardware" else part)
         self._traits = steady
@@ -176,7 +176,7 @@ class History:
         self._events.append(Event(at_seconds=seconds, kind=kind, text=text, code=code, subject=subject))
 
 
-def _part(difference: Difference) -> str:
+def _classify_change(difference: Difference) -> str:
     """Return which of PARTS changed; "hardware" is a device that appeared, disappeared or was replaced."""
     if difference.what == "firmware":
         return "firmware"
@@ -187,27 +187,27 @@ def _part(difference: Difference) -> str:
     return "hardware" if came_or_went or is_count or difference.what in ("model", "memory") else ""
 
 
-def _value(traits: Mapping[Key, Trait], subject: str) -> str | None:
+def _get_value(traits: Mapping[Key, Trait], subject: str) -> str | None:
     trait = traits.get((subject, ""))
     return trait.value if trait else None
 
 
 def describe_changes(view: View, limit: int = 24) -> list[str]:
     """Return lines for a page: start times of raised findings, then the newest events."""
-    raised = [f"{_about(code, subject)}: since {clock(since)}{_cause(view, since)}"
+    raised = [f"{_describe_subject(code, subject)}: since {clock(since)}{_find_cause(view, since)}"
               for (code, subject), since in view.since.items()]  # fmt: skip
     events = []
     for event in sorted(view.events, key=lambda event: -event.at_seconds)[:limit]:
-        about = f"{event.kind} {_about(event.code, event.subject)}: " if event.is_finding else ""
+        about = f"{event.kind} {_describe_subject(event.code, event.subject)}: " if event.is_finding else ""
         events.append(f"{clock(event.at_seconds)}  {about}{event.text}")
     return [*raised, *events]
 
 
-def _about(code: str, subject: str) -> str:
+def _describe_subject(code: str, subject: str) -> str:
     return f"{code} on {subject}" if subject else code
 
 
-def _cause(view: View, since: float) -> str:
+def _find_cause(view: View, since: float) -> str:
     """Return the last version change or boot in the day before: ", after driver 550 -> 560 (03:10)"; or ""."""
     causes = [e for e in view.events if e.kind in ("version", "boot") and since - CAUSE_SECONDS < e.at_seconds <= since]
     return f", after {causes[-1].text} ({clock(causes[-1].at_seconds)})" if causes else ""

@@ -38,9 +38,9 @@ _SOFT_RDMA = ("rxe", "siw")  # software RDMA over an Ethernet interface, on no b
 def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
     """Mark checks that devices on the PCI bus make required; change a pass without a measurement to unknown."""
     pci = snapshot.facts(PciFacts)
-    unread = {"gpu": why_no_gpu_read(snapshot), "rdma": why_no_hca_read(snapshot)}
+    unread = {"gpu": explain_unread_gpus(snapshot), "rdma": explain_unread_hcas(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
-    required = {*(failed & set(ALWAYS_THERE)), *_families_on_bus(snapshot, pci)}
+    required = {*(failed & set(ALWAYS_THERE)), *_find_families(snapshot, pci)}
     # A device plugin may have given a missing file to another pod, but not on a host. A container without any such file
     # (unless it is the agent's) has no RDMA for its job.
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
@@ -58,7 +58,7 @@ def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Fin
         yield replace(check, required=True) if is_required else check
 
 
-def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
+def _find_families(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     """Return the families of checks that devices on this host's bus make required."""
     gpus = snapshot.facts(GpuFacts)
     if pci is None:  # use the GPUs that NVML and sysfs show; one with an address is on a bus that is hidden here
@@ -68,7 +68,7 @@ def _families_on_bus(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
     return families | ({"rdma"} if pci_probe.list_hcas(pci) else set())
 
 
-def why_no_gpu_read(snapshot: Snapshot) -> str:
+def explain_unread_gpus(snapshot: Snapshot) -> str:
     """Return why no GPU on the bus could be read; empty if one was read or there is none."""
     pci, facts = snapshot.facts(PciFacts), snapshot.facts(GpuFacts)
     on_bus = pci_probe.list_gpus(pci) if pci else ()
@@ -86,7 +86,7 @@ def why_no_gpu_read(snapshot: Snapshot) -> str:
                                   f"NVML lists none of the {len(on_bus)} on the PCI bus")  # fmt: skip
 
 
-def why_no_hca_read(snapshot: Snapshot) -> str:
+def explain_unread_hcas(snapshot: Snapshot) -> str:
     """Return why no HCA on the bus could be read; empty if one was read or there is none."""
     pci = snapshot.facts(PciFacts)
     if not (on_bus := pci_probe.list_hcas(pci) if pci else ()):
@@ -170,7 +170,7 @@ def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     )
     findings = (*of_probes, *check_environment(snapshot, node))
     if not node.gpus:
-        unread = why_no_gpu_read(snapshot)
+        unread = explain_unread_gpus(snapshot)
         why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
         return (*findings, *make_unmeasured(topology_check.CODES, why, snapshot.hostname))
     host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
@@ -201,7 +201,7 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
         on_bus = bool(pci_probe.list_gpus(pci) or list_amd_gpus(pci))
 
     def with_roles(facts: RdmaFacts) -> RdmaFacts:
-        return replace(facts, devices=tuple(replace(d, role=_role(node, d, facts.devices)) for d in facts.devices))
+        return replace(facts, devices=tuple(replace(d, role=_find_role(node, d, facts.devices)) for d in facts.devices))
 
     if not node.gpus and not on_bus:
         snapshot = snapshot.with_facts(InterfacesFacts, lambda facts: replace(facts, backend="gloo"))
@@ -209,7 +209,7 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
     return snapshot.with_facts(RdmaFacts, with_roles)
 
 
-def _role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...]) -> str | None:
+def _find_role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...]) -> str | None:
     """Return RAIL if the device is nearest to a GPU, OTHER if each GPU has a nearer device, None if undetermined.
 
     A device whose ports are down is classified by its position, because another card does not become the GPU's rail.
@@ -219,15 +219,15 @@ def _role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...
     tied = [near for near in nearest if rank(pairs.label(near.gpu, device.name)) <= rank(near.label)]
     names = {name for near in tied or nearest for name in near.nics} - {device.name}
     others = [each for each in devices if each.name in names]
-    best = max(map(_rate, others), default=0.0)
+    best = max(map(_sum_rates, others), default=0.0)
     if tied:
         # on servers without PCIe switches an onboard port is as near as the rails, but slower and of another model
-        models = {each.model for each in others if _rate(each) == best}
-        return OTHER if _rate(device) < best and device.model and models.isdisjoint((device.model, None)) else RAIL
-    return OTHER if nearest and len(nearest) == len(node.nearest_nic) and _rate(device) <= best else None
+        models = {each.model for each in others if _sum_rates(each) == best}
+        return OTHER if _sum_rates(device) < best and device.model and models.isdisjoint((device.model, None)) else RAIL
+    return OTHER if nearest and len(nearest) == len(node.nearest_nic) and _sum_rates(device) <= best else None
 
 
-def _rate(device: RdmaDevice) -> float:
+def _sum_rates(device: RdmaDevice) -> float:
     """Return bytes/s of all ACTIVE ports; without one, the rate of the model, or 0 if that is unknown."""
     rates = [port.rate_bytes_per_second or 0.0 for port in device.ports if port.state == "ACTIVE"]
     return sum(rates) if rates else fastest(device.model) or 0.0
@@ -258,9 +258,10 @@ def _add_gpu_name(check: Finding, names: Mapping[str, str]) -> Finding:
     return check if name is None or sentence == check.message else replace(check, message=f"{name} {sentence}")
 
 
-def add_rising_counters(checks: Sequence[Finding], past: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
+def add_rising_counters(checks: Sequence[Finding], earlier: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """Add checks of counters that rose since earlier scans; without an earlier scan these checks are unknown."""
-    past = [old for old in past if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
+    of_host = (old for old in earlier if old.hostname == now.hostname)
+    past = [old for old in of_host if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
     if not past:
         reason = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(

@@ -18,7 +18,7 @@ from contracts.redaction import without_secrets
 from contracts.run_record import Comparison, RunRecord, compare
 from probes.api import Snapshot
 from topology.build import build
-from topology.check import departures
+from topology.check import describe_departures
 from topology.expected import FAILS_BELOW
 from topology.paths import CURRENT, HEALTHY, Bar as BarName
 
@@ -33,10 +33,10 @@ MOST_JUDGED_BYTES = 8 << 30  # checked for any number of ranks: larger sizes do 
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
     """Return whether a result of this size shows the link bandwidth; smaller sizes measure latency."""
-    return op in JUDGED_OPS and size_bytes >= judged_bytes(ranks)
+    return op in JUDGED_OPS and size_bytes >= choose_bytes(ranks)
 
 
-def judged_bytes(ranks: int) -> int:
+def choose_bytes(ranks: int) -> int:
     """Return the message size S at which `ranks` are evaluated."""
     return min(JUDGED_BYTES_PER_RANK * ranks, MOST_JUDGED_BYTES)
 
@@ -91,7 +91,7 @@ def _compare_with_bars(m: Measurement, node: str, result: BenchResult, snapshots
         return make_finding(f"{BUSBW} {case}", node, subject=m.op, evidence=evidence, measured=measured)
     case, fields = _find_cause(m, first, now, result, snapshots)
     fabric = result.evidence.fabric if result.evidence and case in _PROVES else ()
-    evidence = (*_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
+    evidence = (*_format_lines(line for line in fabric if _PROVES[case] in line.proves), *evidence)
     return make_finding(BUSBW + case, node, status, subject=m.op, evidence=evidence, measured=measured, **fields)
 
 
@@ -123,7 +123,7 @@ def _find_cause(
         return " nvls", {"ring": units.rate(first.ring_high)}
     expected = (first.low if first else None) or 0.0
     if now is not None and now.low is not None and now.low <= value and now.low < expected:
-        missing = [text for snapshot in snapshots for text in departures(build(snapshot))]
+        missing = [text for snapshot in snapshots for text in describe_departures(build(snapshot))]
         return " links", {"missing": "; ".join(missing) or _describe_difference(first, now)}
     remote = result.evidence.inter_node_transport if result.evidence else None
     if hosts > 1 and len(result.nvlink_domains) == 1 and result.nvlink_domains[0] and remote != "NVLink (MNNVL)":
@@ -221,18 +221,18 @@ def _check_evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: st
     status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(log.gdrdma, Status.FAIL if could else Status.INFO)
     gdrdma = make_finding(
         "evidence.gdrdma.off" if could else "evidence.gdrdma.off impossible", node, status,
-        evidence=_lines(log.proof[:4]), gdrdma=log.gdrdma,
+        evidence=_format_lines(log.proof[:4]), gdrdma=log.gdrdma,
         counts=f"{', '.join(counts_seen)} {noun}" if counts_seen else "no channel seen",
     )  # fmt: skip
     problems = [
         make_finding("evidence.log.problem", node, Status(problem.severity), subject=problem.code,
-             evidence=_lines(problem.lines[:3]), problem=problem)
+             evidence=_format_lines(problem.lines[:3]), problem=problem)
         for problem in log.problems
     ]  # fmt: skip
     return [gdrdma, *(problems or [make_finding("evidence.log.problem pass", node)])]
 
 
-def _lines(proof: Iterable[Any]) -> tuple[str, ...]:
+def _format_lines(proof: Iterable[Any]) -> tuple[str, ...]:
     return tuple(f"line {line.line}: {line.text}" for line in proof)
 
 

@@ -36,7 +36,7 @@ def select(
 ) -> tuple[Finding, ...]:
     """Remove skipped checks and mark required ones; patterns are shell-style: "rdma.*".
 
-    Raises GateError if a pattern matches none of `known` and no check, because a typing error must not look like a
+    Raises GateError if a pattern matches none of `codes` and no check, because a typing error must not look like a
     pass. A required check without any result is added as unknown.
     """
     checks = tuple(checks)

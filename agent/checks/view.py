@@ -76,8 +76,7 @@ def build_view(
     topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
-        past = [old for old in earlier if old.hostname == snapshot.hostname]
-        found = add_rising_counters(check_node(snapshot, node), past, snapshot)
+        found = add_rising_counters(check_node(snapshot, node), earlier, snapshot)
         if isinstance(expected, str):
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
     """Run the benchmark, compare it with a baseline, print the result, and exit with its code."""
     if options["rdma"]:
-        sys.exit(_rdma(options, form, save, baseline))
+        sys.exit(_bench_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
     from agent.checks.baseline import add_baseline_bars, read_baseline
     from agent.checks.measured import check_bars
@@ -50,7 +50,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     save_benchmark_result(result)
     emit(result, form, lambda out: measured.print_benchmark(out, result, verbose=verbose))
     save_document(save, result)
-    sys.exit(_bench_exit(result, _report_low(check_bars(result, read_snapshots((), ALL)))))
+    sys.exit(_choose_exit_code(result, _report_low(check_bars(result, read_snapshots((), ALL)))))
 
 
 def _report_low(checks: Iterable[Finding]) -> bool:
@@ -69,7 +69,7 @@ def _stop_on_signals() -> tuple[threading.Event, list[str]]:
     return click.get_current_context().with_resource(stop_on_signals(signal.SIGTERM, signal.SIGINT))
 
 
-def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
+def _bench_rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
     from agent.checks.baseline import read_baseline
     from agent.jobs.benchmark import check_writes, select_ports, with_bars
@@ -86,7 +86,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     ports = select_ports(snapshot, options["devices"])
     if not ports:
         print_text(f"{snapshot.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
-        _report_low(_causes(snapshot))
+        _report_low(_find_causes(snapshot))
         return EXIT_FAILED
     listed = ", ".join(map(str, ports))
     with processes.lock_host():
@@ -95,7 +95,7 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
             served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
             for problem in problems:
                 print_text(problem, err=True)
-            _report_low(_causes(snapshot) if problems else ())
+            _report_low(_find_causes(snapshot) if problems else ())
             if signal.SIGINT.name in received:
                 return EXIT_INTERRUPTED
             return EXIT_PASS if served and not problems else EXIT_FAILED
@@ -104,20 +104,20 @@ def _rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Pa
     result = with_bars(result, snapshot, before)
     emit(result, form, lambda out: measured.print_rdma_writes(out, result))
     save_document(save, result)
-    well = _report_low([*check_writes(result, before), *([] if result.complete else _causes(snapshot))])
+    well = _report_low([*check_writes(result, before), *([] if result.complete else _find_causes(snapshot))])
     if signal.SIGINT.name in received:
         return EXIT_INTERRUPTED
     return EXIT_PASS if well and result.complete else EXIT_FAILED
 
 
-def _causes(found: Snapshot) -> list[Finding]:
+def _find_causes(found: Snapshot) -> list[Finding]:
     """Return findings of this host's scan that prevent RDMA."""
     from agent.checks.host_checks import check_snapshot
 
     return [c for c in check_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))]
 
 
-def _bench_exit(result: BenchResult, well: bool) -> int:
+def _choose_exit_code(result: BenchResult, well: bool) -> int:
     if result.stopped_by == signal.SIGINT.name:
         return EXIT_INTERRUPTED
     is_complete = result.complete and result.measurements and all(m.verified for m in result.measurements)
@@ -230,7 +230,7 @@ def show_networks(out: Console, comparison: NetworkBars, *, verbose: bool = Fals
 
     steps = [bar.step_seconds for bar in comparison.bars if bar.step_seconds]
     best, longest = min(steps, default=0.0), max(steps, default=1.0)
-    out.print(escape(_verdict_on_networks(comparison, verbose=verbose)))
+    out.print(escape(_describe_networks(comparison, verbose=verbose)))
     out.print(f"[dim]{escape(comparison.title)}[/dim]")
     rows = grid(2, 3)
     for bar in comparison.bars:
@@ -246,7 +246,7 @@ def show_networks(out: Console, comparison: NetworkBars, *, verbose: bool = Fals
             out.print(escape(line), highlight=False)
 
 
-def _verdict_on_networks(found: NetworkBars, *, verbose: bool) -> str:
+def _describe_networks(found: NetworkBars, *, verbose: bool) -> str:
     """Return the verdict: the fastest network, and the recommended action."""
     ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
     wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not available")]

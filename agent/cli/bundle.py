@@ -77,20 +77,20 @@ def collect_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) 
     checks = sort_worst_first(build_view((snapshot,)).checks)
     files: Files = {
         "recording.json": dumps(without_secrets(recording)).encode(),
-        "findings.json": _json(to_document([check for check in checks if check.status != "pass"])),
-        "versions.json": _json({"topoflight": version(), "python": platform.python_version(), "at": time.time(),
-                                "packages": dict(_versions())}),
+        "findings.json": _dump_json(to_document([check for check in checks if check.status != "pass"])),
+        "versions.json": _dump_json({"topoflight": version(), "python": platform.python_version(), "at": time.time(),
+                                "packages": dict(_list_versions())}),
     }  # fmt: skip
     for path in sorted([*state.glob("*.json"), *state.glob("runs/*.json")])[:128]:
-        files |= _document(f"state/{path.relative_to(state).as_posix()}", partial(_read, path))
+        files |= _make_document(f"state/{path.relative_to(state).as_posix()}", partial(_read, path))
     return files
 
 
-def _json(value: Any) -> bytes:
+def _dump_json(value: Any) -> bytes:
     return (json.dumps(without_secrets(value), indent=1) + "\n").encode()
 
 
-def _versions() -> Iterator[tuple[str, str]]:
+def _list_versions() -> Iterator[tuple[str, str]]:
     for name in _TABLE["packages"]:
         try:
             yield name, metadata.version(name)
@@ -102,10 +102,10 @@ def _read(path: Path) -> Any:
     return loads(bounded.read_text(path, MOST_FILE_BYTES), unknown_numbers=True)
 
 
-def _document(name: str, make: Callable[[], Any]) -> Files:
+def _make_document(name: str, make: Callable[[], Any]) -> Files:
     """Return a JSON document under this name; if it cannot be created, a file with the reason."""
     try:
-        return {name: _json(make())}
+        return {name: _dump_json(make())}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BundleError) as error:
         return {f"{name}.txt": f"not read: {redact(str(error))}\n".encode()}
 
@@ -118,14 +118,14 @@ def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
     with zipfile.ZipFile(buffer, "w") as archive:
         for host, files in hosts.items():
             for name, data in files.items():
-                entry = zipfile.ZipInfo(f"{folder_name(host)}/{name}")  # without a modification time
+                entry = zipfile.ZipInfo(f"{name_folder(host)}/{name}")  # without a modification time
                 entry.external_attr = 0o600 << 16
                 cut = data[:MOST_FILE_BYTES] if not name.startswith("recording") else data
                 archive.writestr(entry, cut, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
-def folder_name(host: str) -> str:
+def name_folder(host: str) -> str:
     """Return the folder of a host in a bundle."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "host"
 
@@ -138,7 +138,7 @@ def unpack_bundle(content: bytes) -> dict[str, Files]:
         for path, data in files:
             host, _, name = path.partition("/")
             if name:
-                hosts.setdefault(folder_name(host), {})[name] = data
+                hosts.setdefault(name_folder(host), {})[name] = data
     except (bounded.ArchiveError, bounded.TooLargeError) as error:
         raise BundleError(f"not a bundle: {error}") from None
     return hosts
@@ -150,38 +150,38 @@ def unpack_bundle(content: bytes) -> dict[str, Files]:
 def collect_cluster(namespace: str, context: str | None, nodes: Sequence[str]) -> dict[str, Files]:
     """Return a folder per node, and `cluster`. Errors are written to the node's `error.txt`. Raises BundleError."""
     base = ["kubectl", *(["--context", context] if context else []), "-n", namespace]
-    agents = _listed([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"]
+    agents = _list_objects([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"]
     pods = {str(pod["spec"]["nodeName"]): str(pod["metadata"]["name"]) for pod in agents if pod["spec"].get("nodeName")}
     if unknown := [name for name in nodes if name not in pods]:
         raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
     selected = {node: pod for node, pod in pods.items() if not nodes or node in nodes}
     hosts: dict[str, Files] = {"cluster": {}}
     for kind in _TABLE["kinds"]:
-        hosts["cluster"] |= _document(f"{kind}.json", partial(_listed, [*base, "get", kind]))
+        hosts["cluster"] |= _make_document(f"{kind}.json", partial(_list_objects, [*base, "get", kind]))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        each = pool.map(partial(_node, base), selected, selected.values())
+        each = pool.map(partial(_collect_node, base), selected, selected.values())
         hosts |= dict(zip(selected, each, strict=True))
     return hosts
 
 
-def _node(base: list[str], node: str, pod: str) -> Files:
+def _collect_node(base: list[str], node: str, pod: str) -> Files:
     try:
-        inside = unpack_bundle(_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
+        inside = unpack_bundle(_run_kubectl([*base, "exec", pod, "--", "topoflight", "bundle", "-f", "-"]))
         files = next(iter(inside.values()), {})
     except BundleError as error:
         files = {"error.txt": f"{node}: {redact(str(error))}\n".encode()}
     try:
-        log = _kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
+        log = _run_kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
     except BundleError as error:
         log = f"not read: {error}\n".encode()
     return {**files, "log.txt": redact(log.decode(errors="replace")).encode()}
 
 
-def _listed(command: Sequence[str]) -> Any:
-    return json.loads(_kubectl([*command, "-o", "json"]))
+def _list_objects(command: Sequence[str]) -> Any:
+    return json.loads(_run_kubectl([*command, "-o", "json"]))
 
 
-def _kubectl(command: Iterable[str]) -> bytes:
+def _run_kubectl(command: Iterable[str]) -> bytes:
     try:
         done = subprocess.run(list(command), capture_output=True, timeout=NODE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -69,18 +69,18 @@ def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
         if files:
             raise click.UsageError("--fleet takes a folder and no further files")
         view = differ.fleet(read_snapshots((fleet,), ALL))
-        emit(view, form, lambda out: out.print(differ.fleet_text(view), markup=False))
+        emit(view, form, lambda out: out.print(differ.format_fleet(view), markup=False))
         return
     if len(files) != 2:
         raise click.UsageError(f"diff takes two recordings, {len(files)} were given")
-    before, after = (_only(path) for path in files)
+    before, after = (_read_one(path) for path in files)
     names = [path.name for path in files]
     first, second = names if names[0] != names[1] else map(str, files)
     differences = differ.diff(before, after, (f"in {first}", f"in {second}"))
-    emit(list(differences), form, lambda out: out.print(differ.diff_text(differences), markup=False))
+    emit(list(differences), form, lambda out: out.print(differ.format_diff(differences), markup=False))
 
 
-def _only(path: Path) -> Snapshot:
+def _read_one(path: Path) -> Snapshot:
     """Return the host of a recording, by its own name. Raises UsageError if the file contains several hosts."""
     from probes.registry import ALL
 

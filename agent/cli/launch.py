@@ -62,7 +62,7 @@ def launch(
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     request = job_settings.build_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
-    advice, options["trainer"], reason = job_settings.choose_trainer(
+    advice, reason = job_settings.choose_trainer(
         request, options["config"], options["overrides"], options["trainer"], snapshots
     )
     advice = with_fsdp(advice)
@@ -76,8 +76,7 @@ def launch(
         for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
     if folder is None:  # the output folder of the job's settings
-        settings = job_settings.read_settings(options["config"], options["overrides"], options["trainer"]).explicit
-        folder = Path(settings.get("output_dir", "finetune-output"))
+        folder = Path(job_settings.read_explicit_settings(advice, options).get("output_dir", "finetune-output"))
     if options["api"] == "slurm":
         _launch_on_slurm(advice, snapshots, folder, dry_form, options)
     elif options["api"] != "local":
@@ -318,7 +317,7 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
     snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
     wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, snapshots, options)
-    print_text(_difference(text, wrapped, source, str(output or source)), nl=False)
+    print_text(_make_diff(text, wrapped, source, str(output or source)), nl=False)
     print_notes(notes)
     if wrapped == text:
         print_text("nothing to add", err=True)
@@ -326,7 +325,7 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
         write_result(path, wrapped)
 
 
-def _difference(before: str, after: str, source: str, target: str) -> str:
+def _make_diff(before: str, after: str, source: str, target: str) -> str:
     """Return a unified diff for patch(1) and `git apply -p0`; empty if the texts are equal."""
     old, new = (re.findall(r"[^\n]*\n|[^\n]+\Z", text) for text in (before, after))
     import difflib

@@ -109,14 +109,14 @@ def lint_text(
     if not reading.names() and not reading.unreached and reading.form != "process":
         hint = " Run the job with NCCL_DEBUG=INFO" if reading.form == "NCCL log" else ""
         raise InputError(str(without_secrets(f"{name or 'the text'}: {explain_nothing(text, reading)}{hint}")))
-    checks = tuple(_checks(reading, found_version, machine))
+    checks = tuple(_list_findings(reading, found_version, machine))
     return LintResult(
-        read=str(without_secrets(_read_in_words(reading))), checks=checks, unread=_unread_in_words(reading),
+        read=str(without_secrets(_describe_read(reading))), checks=checks, unread=_describe_unread(reading),
         unreached=len(reading.unreached), names=len(reading.names()),
     )  # fmt: skip
 
 
-def _checks(
+def _list_findings(
     reading: Reading, version_in_use: tuple[int, int, int] | None, machine: ProbedMachine | None
 ) -> Iterator[Finding]:
     """Return the findings of each environment; a finding in several places is returned once with all places."""
@@ -133,7 +133,7 @@ def _checks(
             yield replace(finding, node=environment.source, message=message, evidence=tuple(evidence), remedy=remedy)
 
 
-def _unread_in_words(reading: Reading) -> str:
+def _describe_unread(reading: Reading) -> str:
     """Describe the lines that were not understood, each reason once."""
     if not reading.unread:
         return ""
@@ -143,7 +143,7 @@ def _unread_in_words(reading: Reading) -> str:
     return f"Not understood: {lines_text} ({reasons}). What is set there was not checked."
 
 
-def _read_in_words(reading: Reading) -> str:
+def _describe_read(reading: Reading) -> str:
     """Describe how many variables were read, in which format and where."""
     names = reading.names()
     unreached = units.some(

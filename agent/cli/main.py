@@ -66,14 +66,14 @@ class LazyGroup(click.Group):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
-def _version(ctx: click.Context, _option: click.Parameter, is_set: bool) -> None:
+def _show_version(ctx: click.Context, _option: click.Parameter, is_set: bool) -> None:
     if is_set:
         click.echo(f"topoflight, version {base.version()}")
         ctx.exit()
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version,
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version,
               help="Show the version and exit.")  # fmt: skip
 @click.option("-v", "--verbose", count=True, help="Log more to stderr; give it twice for debug messages.")
 def cli(verbose: int) -> None:

@@ -27,7 +27,7 @@ def preflight(
     **options: Any,
 ) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and exit with the verdict's code."""
-    targets = [_target(form) for form in forms] or [("table", None)]
+    targets = [_parse_target(form) for form in forms] or [("table", None)]
     from agent.jobs.preflight import judge_nodes, run, write_folder
 
     folder: Path | None = options.pop("folder")
@@ -52,7 +52,7 @@ def preflight(
     sys.exit(report.verdict.exit_code)
 
 
-def _target(form: str) -> tuple[str, Path | None]:
+def _parse_target(form: str) -> tuple[str, Path | None]:
     name, _, file = form.partition("=")
     if name not in FORMATS:
         raise click.UsageError(f"-o {form}: the format must be one of {', '.join(FORMATS)}")
@@ -90,7 +90,7 @@ def render_github(report: Report) -> str:
 
     levels = {"fail": "error", "warn": "warning"}
     aside = describe_unchecked_gpus(report.checks)
-    lines = [f"::notice title=preflight::{_escape(aside)}\n"] if aside else []
+    lines = [f"::notice title=preflight::{_escape_command(aside)}\n"] if aside else []
     several = len({check.node for check in report.checks if check.node}) > 1
     for group in group_findings(report.checks):
         unmeasured = group.status == "unknown" and group.required
@@ -98,13 +98,13 @@ def render_github(report: Report) -> str:
             level = "error" if unmeasured else levels.get(check.status)
             if level:
                 parts = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * several)
-                title = _escape(" ".join(filter(None, parts)), attribute=True)
-                text = _escape(". ".join(filter(None, (check.message.rstrip("."), check.remedy))))
+                title = _escape_command(" ".join(filter(None, parts)), attribute=True)
+                text = _escape_command(". ".join(filter(None, (check.message.rstrip("."), check.remedy))))
                 lines.append(f"::{level} title={title}::{text}\n")
     return "".join(lines)
 
 
-def _escape(text: str, *, attribute: bool = False) -> str:
+def _escape_command(text: str, *, attribute: bool = False) -> str:
     """Escape text for the runner, where a line break would end the command."""
     text = printable(text.replace("\r\n", "\n")).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text

@@ -43,7 +43,7 @@ def recommend(**options: object) -> None:
     if (options["sweep"] or options["compare"]) and form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
     if options["sweep"]:
-        _sweep(request, str(options["sweep"]), form)
+        _run_sweep(request, str(options["sweep"]), form)
         return
     snapshots: tuple[Snapshot, ...] = ()
     if not request.machine:
@@ -53,7 +53,7 @@ def recommend(**options: object) -> None:
     if options["compare"]:
         _compare(request, snapshots, cast("tuple[str, ...]", options["compare"]), form)
         return
-    advice = advise(request, snapshots) if config is None else _of_file(request, Path(str(config)), snapshots)
+    advice = advise(request, snapshots) if config is None else _advise_on_file(request, Path(str(config)), snapshots)
     if form == "k8s":
         advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
         print_notes(left_out)
@@ -73,12 +73,12 @@ def recommend(**options: object) -> None:
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
-def _of_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> Recommendation:
+def _advise_on_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> Recommendation:
     """Return the advice for a file of job settings, with a line that names the trainer that would run it."""
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    advice, _, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
+    advice, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
     if reason:
         print_text(reason, err=True)
     return advice
@@ -87,7 +87,7 @@ def _of_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> R
 # Tables of what-if alternatives.
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     """Parse "nodes=1,2,4" as numbers."""
     from agent.advice.advise import MOST_POINTS
 
@@ -100,11 +100,11 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in entries]
 
 
-def _sweep(request: Request, text: str, form: str) -> None:
+def _run_sweep(request: Request, text: str, form: str) -> None:
     from agent.advice.advise import forecast_frontier
     from agent.base.lines import table
 
-    points = forecast_frontier(request, _numbers(text))
+    points = forecast_frontier(request, _parse_numbers(text))
 
     def show(out: Console) -> None:
         priced = ["cost"] if any(p.cost for p in points) else []
@@ -134,10 +134,10 @@ def _sweep(request: Request, text: str, form: str) -> None:
 def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, ...], form: str) -> None:
     from agent.advice.advise import PLAN_ERRORS
     from agent.base.lines import table
-    from agent.terminal.advice import layout_title
+    from agent.terminal.advice import format_layout
     from contracts.job_config import parse_layout_text
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import compare, error_of_difference, forecast_named, plan, scaled, unjudged
+    from planner.recommend import compare, estimate_difference, forecast_named, plan, scaled, unjudged
 
     try:
         model = request.required_model()
@@ -155,7 +155,7 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
     rows = compare(first, second)
 
     def show(out: Console) -> None:
-        shown = table("part", *(layout_title(ranked.layout) for ranked in (first, second)))
+        shown = table("part", *(format_layout(ranked.layout) for ranked in (first, second)))
         for name, left, right in rows[:-1]:
             shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         steps = [ranked.forecast.step_seconds for ranked in (first, second)]
@@ -165,7 +165,7 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
         shown.add_row("allowed", *(ranked.why or "yes" for ranked in (first, second)))
         out.print(shown)
         fast, slow = sorted(step.mid for step in steps)
-        apart, error = slow / fast - 1, error_of_difference(planned, first, second)
+        apart, error = slow / fast - 1, estimate_difference(planned, first, second)
         if apart <= error:
             out.print(f"? not distinguishable: the steps differ by {apart:.1%}, within the error of {error:.0%}")
 

@@ -31,7 +31,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     from topology.paths import with_expectations
 
     if form.startswith("slurm"):
-        _slurm(hosts, root, source, form)
+        _print_slurm(hosts, root, source, form)
         return
     if source:
         nodes = [with_expectations(read_topology(source))]
@@ -78,7 +78,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
         sys.exit(EXIT_UNKNOWN)
 
 
-def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> None:
+def _print_slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> None:
     """Print topology.conf for the nodes."""
     from topology import slurm_conf as slurm
     from topology.build import SOURCES
@@ -87,8 +87,8 @@ def _slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> N
         raise click.UsageError(f"-o {form} and --from cannot be combined.")
     snapshots = sorted(read_snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
     newest = {name_in_slurm(snapshot.hostname): snapshot for snapshot in snapshots}  # of two recordings of a node
-    placements = [slurm.placement_of(snapshot) for snapshot in newest.values()]
-    print_text(slurm.topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
+    placements = [slurm.find_placement(snapshot) for snapshot in newest.values()]
+    print_text(slurm.format_topology_conf(placements, has_blocks=form == "slurm-block"), nl=False)
 
 
 def read_topology(source: str) -> NodeTopology:

@@ -42,10 +42,10 @@ def why(
         logs = tuple(word for word in logs if Path(word) != run)
     again = None
     if job is not None:
-        of_job = _of_job(job)
+        of_job = _find_job(job)
         run, logs, again = run or of_job.run, (*logs, *map(str, of_job.logs)), of_job.again
     with ExitStack() as stack:
-        files = tuple(_file(word, stack) for word in logs)
+        files = tuple(_open_log(word, stack) for word in logs)
         sources = gathered.WhySources(logs=files, run=run, ras=ras, recorder=recorder, limit=limit, again=again)
         if not any((logs, run, ras, recorder)):
             raise click.UsageError("give a LOG, --run, --job, --ras or --flight-recorder")
@@ -62,7 +62,7 @@ def why(
     sys.exit({"fine": EXIT_PASS, "unknown": EXIT_UNKNOWN, "slow": EXIT_WARNED}.get(found.state, EXIT_FAILED))
 
 
-def _of_job(job: str) -> JobFiles:
+def _find_job(job: str) -> JobFiles:
     """Return the run folder and logs of a Slurm job; print to stderr where they were found."""
     from agent.jobs.slurm import find_job_files
 
@@ -90,7 +90,7 @@ def _emit(verdict: Verdict, form: str) -> None:
         print_text(compress_host_list(map(name_in_slurm, verdict.nodes)))
 
 
-def _file(word: str, stack: ExitStack) -> str:
+def _open_log(word: str, stack: ExitStack) -> str:
     """Return the name of a log; stdin is copied to a file, because it is read twice."""
     if word != "-":
         return word

@@ -54,7 +54,7 @@ REASONS = {
 }  # fmt: skip
 
 
-def reason_of(status: int) -> str:
+def get_reason(status: int) -> str:
     """Return the reason for a status; an unlisted status is a server error."""
     return REASONS.get(status, "server")
 
@@ -93,15 +93,15 @@ def connect(
     token, source = Path(SERVICE_TOKEN_FILENAME), environment.get("KUBECONFIG", "")
     try:
         if source.strip(os.pathsep):
-            namespace = _kubeconfig(configuration, source, context)
+            namespace = _read_kubeconfig(configuration, source, context)
         elif token.exists() and environment.get("KUBERNETES_SERVICE_HOST"):
             source = str(token.parent)
             load_incluster_config(configuration)
             namespace_file = token.with_name("namespace")
-            namespace = _text(namespace_file) if namespace_file.exists() else "default"
+            namespace = _read_text(namespace_file) if namespace_file.exists() else "default"
         elif (home := Path(environment.get("HOME", "/")) / ".kube/config").exists():
             source = str(home)
-            namespace = _kubeconfig(configuration, source, context)
+            namespace = _read_kubeconfig(configuration, source, context)
         else:
             reason = "not in a pod, KUBECONFIG is not set, and there is no ~/.kube/config"
             raise AccessError(f"no Kubernetes API server: {reason}")
@@ -112,7 +112,7 @@ def connect(
     return Client(configuration, namespace=namespace, tries=tries, on_warning=on_warning)
 
 
-def _kubeconfig(configuration: Configuration, paths: str, context: str | None) -> str:
+def _read_kubeconfig(configuration: Configuration, paths: str, context: str | None) -> str:
     """Fill in the configuration; return the namespace of the current or the named context.
 
     The library does not implement these kubectl rules: of several files, the first with a current context determines
@@ -138,14 +138,14 @@ def _kubeconfig(configuration: Configuration, paths: str, context: str | None) -
         raise AccessError(f"{paths}: the user impersonates {user['as']!r} (as), which this client does not support")
     if user.get("tokenFile") and not user.get("token"):
         token = Path(entry.path).parent / user["tokenFile"]
-        configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=f"Bearer {_text(token)}")
+        configuration.refresh_api_key_hook = lambda one: one.api_key.update(BearerToken=f"Bearer {_read_text(token)}")
     if user.get("exec") and not (configuration.api_key or configuration.cert_file):
         command = user["exec"].get("command")
         raise AccessError(f"{paths}: the credential plugin {command} gave no credentials; its error is in the log")
     return active.get("namespace") or "default"
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return bounded.read_text(path, TOKEN_LIMIT_BYTES).strip()
 
 
@@ -224,7 +224,7 @@ class Client:
             except ApiError as error:
                 if error.status not in again:
                     raise
-                seconds = backoff_seconds(attempt, error.retry_after)
+                seconds = choose_backoff(attempt, error.retry_after)
                 log.info("%s; again in %.1f s", error, seconds)
                 time.sleep(seconds)
         return self._once(method, path, **options)
@@ -250,7 +250,7 @@ class Client:
         if len(raw) > BODY_LIMIT_BYTES:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
         if not 200 <= answer.status < 300:
-            raise _refusal(answer.status, raw, answer.headers)
+            raise _make_error(answer.status, raw, answer.headers)
         if (value := json_object(raw)) is None:
             raise ApiError(answer.status, f"{path}: the response is not a JSON object")
         for header in answer.headers.getlist("Warning"):
@@ -268,14 +268,14 @@ class Client:
             raise ApiError(0, f"the credentials for {self.server} cannot be read: {error}") from None
 
 
-def backoff_seconds(attempt: int, retry_after: float | None = None) -> float:
+def choose_backoff(attempt: int, retry_after: float | None = None) -> float:
     """Return the pause before a retry: doubled from 0.5 s, with jitter so that agents spread; at least Retry-After."""
     spread = random.uniform(0.5, 1.5)  # noqa: S311 - no secret
     doubling = min(LONGEST_WAIT_SECONDS, 0.5 * 2.0 ** min(attempt, 16)) * spread
     return max(doubling, min(retry_after or 0.0, 10 * LONGEST_WAIT_SECONDS) * max(1.0, spread))
 
 
-def path_of(group_version: str, resource: str, name: str = "", *, namespace: str | None = None, sub: str = "") -> str:
+def make_path(group_version: str, resource: str, name: str = "", *, namespace: str | None = None, sub: str = "") -> str:
     """Return the URL path of a resource; names are quoted, so that no name can add path segments."""
     root = "/api/v1" if group_version == "v1" else f"/apis/{group_version}"
     parts = ["namespaces", quote(namespace, safe="")] if namespace else []
@@ -292,7 +292,7 @@ def json_object(raw: bytes | str) -> Json | None:
     return value if isinstance(value, dict) else None
 
 
-def _refusal(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
+def _make_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
     body = json_object(raw)
     text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if body is None else body.get("message")

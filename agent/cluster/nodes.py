@@ -28,10 +28,10 @@ from agent.base import units, version
 from agent.checks.codes import CLUSTER_CODES, make_finding
 from agent.checks.expect import NodeExpectation, check_expectations
 from agent.checks.findings import sort_worst_first
-from agent.checks.host_checks import why_no_gpu_read, why_no_hca_read
+from agent.checks.host_checks import explain_unread_gpus, explain_unread_hcas
 from agent.checks.verdict import GateError, judge
 from agent.checks.view import View
-from agent.cluster.client import Client, path_of
+from agent.cluster.client import Client, make_path
 from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
@@ -160,7 +160,7 @@ def make_record(view: View, *, name: str | None = None, interval_seconds: float 
     """Return the record of the view's host; `name` is the name of the Node."""
     (snapshot,), (node,), checks = view.snapshots, view.topologies, view.checks
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    has_none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not why_no_hca_read(snapshot)
+    has_none = isinstance(snapshot.outcomes.get("rdma"), Absent) and not explain_unread_hcas(snapshot)
     ports = [port for device in rdma.in_reach for port in device.ports] if rdma else None
     models = Counter(gpu.model for gpu in node.gpus if gpu.model)
     gpus = snapshot.facts(GpuFacts)
@@ -174,18 +174,18 @@ def make_record(view: View, *, name: str | None = None, interval_seconds: float 
     return NodeRecord(
         name=clean(name or snapshot.hostname, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word,
         scanned_at_seconds=view.made_at_seconds, interval_seconds=interval_seconds,
-        gpus=len(node.gpus) or (None if why_no_gpu_read(snapshot) else 0),  # on the bus but unread: unknown, not 0
+        gpus=len(node.gpus) or (None if explain_unread_gpus(snapshot) else 0),  # on the bus but unread: unknown, not 0
         product=clean(models.most_common(1)[0][0], 128) if models else None,
         links=", ".join(f"{label} ({units.count(count, 'pair')})" for label, count in labels)[:64] or None,
         hcas=len(rdma.in_reach) if rdma else 0 if has_none else None,
         rdma=f"{sum(p.state == 'ACTIVE' for p in ports)}/{len(ports)} active" if ports is not None else None,
         memlock=format_limit(limits.memlock_soft_bytes) if limits is not None and limits.memlock_known else None,
         driver=clean(gpus.driver_version, 64) if gpus and gpus.driver_version else None,
-        findings=_findings(checks, view.since), facts=pack_facts(snapshot), changes=changes,
+        findings=_list_findings(checks, view.since), facts=pack_facts(snapshot), changes=changes,
     )  # fmt: skip
 
 
-def _findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float]) -> tuple[Json, ...]:
+def _list_findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], float]) -> tuple[Json, ...]:
     """Return the worst checks that did not pass, and required checks that were not measured, each reason once.
 
     A finding that the history has raised (`since`) has its start time.
@@ -308,7 +308,7 @@ def _hide_host(text: str) -> str:
 
 
 @lru_cache(MOST_MACHINES)
-def _snapshot_of(facts: str | None) -> Snapshot | None:
+def _read_snapshot(facts: str | None) -> Snapshot | None:
     """Return the snapshot without host name; None if the facts are of another release, or the record has none."""
     try:
         with gzip.open(io.BytesIO(base64.b64decode((facts or "")[:MOST_FACTS_LETTERS]))) as stream:
@@ -320,9 +320,9 @@ def _snapshot_of(facts: str | None) -> Snapshot | None:
 
 
 @lru_cache(MOST_MACHINES)
-def _graph_of(facts: str | None) -> NodeTopology | None:
+def _read_graph(facts: str | None) -> NodeTopology | None:
     """Return the graph without host name; None also if it has more devices than are read: every pair is evaluated."""
-    if (snapshot := _snapshot_of(facts)) is None:
+    if (snapshot := _read_snapshot(facts)) is None:
         return None
     gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
     if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > MOST_DEVICES:
@@ -343,7 +343,7 @@ class Fleet:
 
     def read(self, client: Client) -> None:
         """Read all records of the cluster. Raises ApiError."""
-        self.replace(client.items(path_of(API_VERSION, PLURAL)))
+        self.replace(client.items(make_path(API_VERSION, PLURAL)))
 
     def replace(self, items: Iterable[Json]) -> None:
         """Replace all records by a complete list of resources; those that have not changed are not read again."""
@@ -372,19 +372,19 @@ class Fleet:
 
     def topology(self, record: NodeRecord) -> NodeTopology | None:
         """Return the record's graph with its own host name; None without a graph of this release."""
-        graph = _graph_of(record.facts)
+        graph = _read_graph(record.facts)
         return graph and replace(graph, hostname=record.name)
 
     def is_readable(self, record: NodeRecord) -> bool:
         """Return whether the record has facts of this release; equal machines have equal facts."""
-        return _snapshot_of(record.facts) is not None
+        return _read_snapshot(record.facts) is not None
 
     def snapshot(self, record: NodeRecord) -> Snapshot:
         """Return what the node's agent read, with the record's name, and networks instead of addresses.
 
         If the record contains no facts that this release can read, each probe is failed with that reason.
         """
-        if (snapshot := _snapshot_of(record.facts)) is not None:
+        if (snapshot := _read_snapshot(record.facts)) is not None:
             return replace(snapshot, hostname=record.name)
         reason = f"the record of {record.name} (agent {record.agent_version or 'unknown'}) has no facts of this release"
         # GPUs are in the graph
@@ -428,7 +428,7 @@ def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> 
     """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
     selected = list(names)
     if selector is not None:
-        labelled = client.items(path_of("v1", "nodes"), {"labelSelector": selector})
+        labelled = client.items(make_path("v1", "nodes"), {"labelSelector": selector})
         selected += (item["metadata"]["name"] for item in labelled)
         if not selected:
             raise GateError(f"--selector {selector}: no node has these labels")
@@ -444,7 +444,7 @@ def check_nodes(
     for name in names:
         record = records.record(name)
         if record is None or record.silent(now):
-            checks.append(make_finding(_SILENT, name, why=_why_silent(record, now)))
+            checks.append(make_finding(_SILENT, name, why=_explain_silence(record, now)))
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
         found = check_record(name, record)
@@ -455,7 +455,7 @@ def check_nodes(
     return tuple(checks)
 
 
-def _why_silent(record: NodeRecord | None, now: float) -> str:
+def _explain_silence(record: NodeRecord | None, now: float) -> str:
     if record is None:
         return "no agent publishes it"
     if not record.scanned_at_seconds:

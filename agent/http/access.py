@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agent.cluster.client import ApiError, Client, path_of
+from agent.cluster.client import ApiError, Client, make_path
 from agent.http.worker import ProblemError
 from contracts import bounded
 from contracts.redaction import without_secrets
@@ -80,15 +80,15 @@ class TokenChecker:
         """
         token = self._token(connection.headers.get("authorization"), path, verb)
         key = hashlib.sha256(token.encode()).hexdigest(), path, verb
-        outcome = self._cached(key)
+        outcome = self._get_cached(key)
         if outcome is None:
             async with self._lock:
-                outcome = self._cached(key) or await self._decide(key, token)
+                outcome = self._get_cached(key) or await self._decide(key, token)
         if isinstance(outcome, ProblemError):
             raise outcome.with_traceback(None)
         return outcome
 
-    def _cached(self, key: tuple[str, str, str]) -> str | ProblemError | None:
+    def _get_cached(self, key: tuple[str, str, str]) -> str | ProblemError | None:
         cached_at, outcome = self._cache.get(key, (-math.inf, None))
         return outcome if time.monotonic() - cached_at < CACHE_SECONDS else None
 
@@ -97,7 +97,7 @@ class TokenChecker:
         if self._client:
             outcome = await run_in_threadpool(self._review, self._client, token, *key[1:])
         else:
-            outcome = await run_in_threadpool(self._from_file, token)
+            outcome = await run_in_threadpool(self._check_file, token)
         if len(self._cache) >= MOST_CACHED:
             self._cache.clear()
         self._cache[key] = time.monotonic(), outcome
@@ -120,7 +120,7 @@ class TokenChecker:
         how = command if self._client else "a line of the file named by --token-file"
         return ProblemError(401, detail, headers=CHALLENGE, grant=f"{how}, as Authorization: Bearer TOKEN")
 
-    def _from_file(self, token: str) -> str | ProblemError:
+    def _check_file(self, token: str) -> str | ProblemError:
         """Check a token against the file (one per line); it is read each time, so that a removed token expires soon."""
         assert self._file is not None  # noqa: S101 - `_token` has made sure
         try:
@@ -134,7 +134,7 @@ class TokenChecker:
     def _review(self, client: Client, token: str, path: str, verb: str) -> str | ProblemError:
         def status_of(group: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
             review = {"apiVersion": f"{group}/v1", "kind": kind, "spec": spec}
-            created = client.create(path_of(f"{group}/v1", f"{kind.lower()}s"), review, repeatable=True)
+            created = client.create(make_path(f"{group}/v1", f"{kind.lower()}s"), review, repeatable=True)
             return created.get("status") or {}
 
         try:
@@ -242,7 +242,7 @@ class LimitedProtocol(H11Protocol):
         over = len(self.connections) - self.most_connections
         if over <= 0 or self.transport.is_closing():
             return
-        waiting = [connection for connection in self._others() if connection.was_read and connection.awaited()]
+        waiting = [connection for connection in self._list_others() if connection.was_read and connection.awaited()]
         if waiting:
             min(waiting, key=lambda connection: connection.since).end()
         elif over > self.most_over_limit:
@@ -251,13 +251,13 @@ class LimitedProtocol(H11Protocol):
             else:
                 self.loop.call_later(_ROOM_SECONDS, self._make_room)
 
-    def _others(self) -> list[LimitedProtocol]:
+    def _list_others(self) -> list[LimitedProtocol]:
         return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]
 
     def _is_over_limit(self) -> bool:
         """Return whether the maximum number of other connections is busy."""
         over = len(self.connections) > self.most_connections
-        return over and sum(not connection.awaited() for connection in self._others()) >= self.most_connections
+        return over and sum(not connection.awaited() for connection in self._list_others()) >= self.most_connections
 
     def awaited(self) -> str | None:
         """Return what the client must do next; None while the application works."""

@@ -118,12 +118,12 @@ def collect_fleet_values(fleet: Fleet, now: float, search: str = "", page: int =
     return SimpleNamespace(
         search=search, page=page, verdict=judge(checks), checks=checks, rows=every, matching=len(matching),
         shown=table[ROWS * (page - 1) : ROWS * page], pages=max(1, -(-len(table) // ROWS)),
-        counts=dict(Counter(row.word for row in every)), faults=tuple(_faults(records, checks)),
-        families=_families(fleet, records, now),
+        counts=dict(Counter(row.word for row in every)), faults=tuple(_list_faults(records, checks)),
+        families=_compare_families(fleet, records, now),
     )  # fmt: skip
 
 
-def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[FindingGroup, str]]:
+def _list_faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[FindingGroup, str]]:
     """Return each finding over all nodes, with the earliest start time."""
     since = {
         (record.name, each.get("code"), each.get("subject")): parse_time(each.get("since"))
@@ -136,7 +136,7 @@ def _faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterato
         yield group, units.clock(first) if first else ""
 
 
-def _families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
+def _compare_families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
     """Compare the reporting nodes with the same GPU model, and return how some of them differ from the majority.
 
     Equal machines are compared once.

@@ -56,10 +56,10 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     scan = (lambda: (scanner.scan(),)) if scanner else (lambda: read_snapshots(hosts, ALL))
     state = State(
         scan, interval_seconds=interval, folder=options["folder"],
-        expected=lambda: _expected(options),
+        expected=lambda: _read_expected(options),
         history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
-    page, end = _url(address, place.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
+    page, end = _make_url(address, place.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
     print_text(f"page: {page}  metrics: {page}metrics{end}", err=True)
     try:
         listen(build_application(state, options, client), place)
@@ -68,7 +68,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
             scanner.close()
 
 
-def _expected(options: dict[str, Any]) -> Any:
+def _read_expected(options: dict[str, Any]) -> Any:
     """Return the current expectations; the ConfigMap can appear, change and disappear. Raises GateError."""
     from agent.checks.expect import read_expectations
 
@@ -76,7 +76,7 @@ def _expected(options: dict[str, Any]) -> Any:
     return read_expectations(options["expect"], file if file is not None and file.exists() else None)
 
 
-def _url(address: str, port: int) -> str:
+def _make_url(address: str, port: int) -> str:
     """Return the URL of the page for a user on this host."""
     host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"

@@ -180,10 +180,10 @@ def respond(answer: Answer) -> Response:
     if size <= PIECE_BYTES:
         return Response(answer.body, answer.status, headers, answer.media_type)
     headers["Content-Length"] = str(size)
-    return StreamingResponse(_pieces(answer), answer.status, headers, answer.media_type)
+    return StreamingResponse(_send_pieces(answer), answer.status, headers, answer.media_type)
 
 
-async def _pieces(answer: Answer) -> AsyncIterator[bytes]:
+async def _send_pieces(answer: Answer) -> AsyncIterator[bytes]:
     for first in range(0, len(answer.body), PIECE_BYTES):
         yield answer.body[first : first + PIECE_BYTES]
 
@@ -319,16 +319,16 @@ def create(
     app.add_middleware(GZipMiddleware, minimum_size=WORTH_BYTES, compresslevel=GZIP_LEVEL)
     app.add_middleware(TokenMiddleware, tokens=tokens)
     rendered = ResponseCache()
-    _health(app, state, rendered, {} if publisher is None else publisher.tally)
-    _pages(app, state, source, worker, rendered)
-    _facts(app, state, rendered)
+    _add_health(app, state, rendered, {} if publisher is None else publisher.tally)
+    _add_pages(app, state, source, worker, rendered)
+    _add_facts(app, state, rendered)
     _runs(app, state)
-    _answers(app, state, source, worker, rendered)
-    _gate(app, state, rendered)
+    _add_answers(app, state, source, worker, rendered)
+    _add_gate(app, state, rendered)
     return app
 
 
-def _health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapping[tuple[str, ...], float]) -> None:
+def _add_health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapping[tuple[str, ...], float]) -> None:
     @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problem_responses(common=(400,)))  # fmt: skip
     async def healthz() -> str:
@@ -364,7 +364,7 @@ def _health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapping[
         return await rendered.render(view, ("/metrics", choose_encoder(accept)[1]), expose)
 
 
-def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
+def _add_pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
     """Add endpoints for people: the page, the what-if form and the list of endpoints.
 
     Every page works without scripts and loads nothing from other hosts (Content Security Policy level 3). The code that
@@ -380,7 +380,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
             from agent.http import pages
 
             others = source == "kubernetes"
-            return make_page(pages.render_node_page(view, *_recommended(view), trouble=trouble, others=others))
+            return make_page(pages.render_node_page(view, *_get_recommendation(view), trouble=trouble, others=others))
 
         return await rendered.render(view, ("/", trouble), drawn)
 
@@ -397,7 +397,7 @@ def _pages(app: FastAPI, state: State, source: str, worker: Worker, rendered: Re
         return await rendered.ask_worker(request, worker, state.current(), "what_if", fields=fields)
 
 
-def _recommended(view: View) -> tuple[Recommendation | None, str]:
+def _get_recommendation(view: View) -> tuple[Recommendation | None, str]:
     """Return the recommended environment, or why there is none."""
     try:
         return advise.advise_view(view, advise.Request()), ""
@@ -405,7 +405,7 @@ def _recommended(view: View) -> tuple[Recommendation | None, str]:
         return None, str(error)
 
 
-def _facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
+def _add_facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     """Add the endpoints that return one part of the newest view."""
 
     def add(name: str, about: str, make: Callable[[View], Any], model: Any = None, *statuses: int) -> None:
@@ -452,7 +452,7 @@ def _runs(app: FastAPI, state: State) -> None:
         return JSONResponse({"created": is_new}, 201 if is_new else 200, headers)
 
 
-def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
+def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: ResponseCache) -> None:
     """Add the documents that the worker process computes."""
 
     @app.get("/nodes", tags=["facts"], responses=problem_responses())
@@ -474,7 +474,7 @@ def _answers(app: FastAPI, state: State, source: str, worker: Worker, rendered: 
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 
-def _gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
+def _add_gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     def judged(checks: Iterable[Finding], options: GateOptions) -> Gate:
         """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
         try:

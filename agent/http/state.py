@@ -19,7 +19,7 @@ from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
 from agent.checks.view import View, build_view
-from agent.cluster.client import ApiError, Client, Tally, backoff_seconds, path_of, reason_of
+from agent.cluster.client import ApiError, Client, Tally, choose_backoff, get_reason, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
 from agent.http.worker import ProblemError
 from collectives.bench.results import MOST_RESULT_BYTES
@@ -197,9 +197,9 @@ class Publisher:
                     self.write(record)
                     failures = 0
             except ApiError as error:
-                self.tally["publish_failures_total", reason_of(error.status)] += 1
+                self.tally["publish_failures_total", get_reason(error.status)] += 1
                 log.warning("publish: %s", error)
-                pause = MISSING_SECONDS if error.status == 404 else backoff_seconds(failures, error.retry_after)
+                pause = MISSING_SECONDS if error.status == 404 else choose_backoff(failures, error.retry_after)
                 failures += 1
             except Exception:
                 log.exception("publish: a record could not be made")
@@ -217,10 +217,10 @@ class Publisher:
         if not self._exists:
             if owner := read_owner(self._client.token(), record.name):
                 whole["metadata"] = {**whole["metadata"], "ownerReferences": [owner]}  # `status` shares the old one
-            self._client.apply(path_of(API_VERSION, PLURAL, record.name), whole)
+            self._client.apply(make_path(API_VERSION, PLURAL, record.name), whole)
             self._exists = True
         try:
-            self._client.apply(path_of(API_VERSION, PLURAL, record.name, sub="status"), status)
+            self._client.apply(make_path(API_VERSION, PLURAL, record.name, sub="status"), status)
         except ApiError as error:
             if error.status == 404:
                 self._exists = False  # it was deleted: create it again at the next attempt

@@ -33,7 +33,7 @@ from contracts import plain
 from contracts.finding import Finding, Status
 from planner.forecast.calibration import Calibration, parse_calibration
 from planner.nccl_env import environment as nccl_env
-from planner.nccl_env.situation import situation
+from planner.nccl_env.situation import make_situation
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
@@ -115,7 +115,7 @@ def build_preflight_spec(
     Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
     """
     expect = make_expect(found) if (backend or detect_backend()) == "nccl" else None
-    large = (measured.judged_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
+    large = (measured.choose_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
     return BenchSpec(
@@ -274,7 +274,7 @@ def advise_network_environment(snapshots: Sequence[Snapshot]) -> dict[str, str]:
     In a pod with a secondary network this names the interface; otherwise the ranks would use the default network.
     """
     cluster = join([build(snapshot) for snapshot in snapshots])
-    advised = nccl_env.settings(situation(snapshots, cluster, multi_node=True)).settings
+    advised = nccl_env.settings(make_situation(snapshots, cluster, multi_node=True)).settings
     return {s.name: s.value for s in advised if s.name.startswith(("NCCL_", "GLOO_")) and s.name not in os.environ}
 
 
@@ -308,7 +308,7 @@ HEADER_BYTES = {"Ethernet": 82, "InfiniBand": 28}
 
 
 def select_ports(snapshot: Snapshot, names: Sequence[str]) -> list[Port]:
-    """Return the ACTIVE ports of this host in order, or those in `wanted` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
+    """Return the ACTIVE ports of this host in order, or those in `names` ("mlx5_0", "mlx5_0:1"). Raises GateError."""
     every = [(device, port) for device, port in _list_ports(snapshot) if port.state == "ACTIVE"]
     ports = [Port(device=d.name, port=p.port, gid_index=find_nccl_gid_index(p)) for d, p in every]
     for name in names:

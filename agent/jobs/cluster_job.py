@@ -16,7 +16,7 @@ from agent.base.options import split_pair
 from agent.base.output import print_text
 from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
-from agent.cluster.client import ApiError, Client, json_object, path_of
+from agent.cluster.client import ApiError, Client, json_object, make_path
 from contracts.job_config import JobPlan, dump_plan
 from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
@@ -49,7 +49,7 @@ def build_spec(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
         **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
         "save_seconds": job_settings.estimate_grace(advice, options.get("storage_rate"), SAVE_SECONDS),
         "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
-        **({"device_classes": _device_classes(options["dra"])} if options["dra"] else {}),
+        **({"device_classes": _parse_device_classes(options["dra"])} if options["dra"] else {}),
         "tolerate": tuple(options["tolerate"]),
         "node_selector": dict(split_pair("--node-selector", word) for word in options["node_selector"]),
         "limits": dict(split_pair("--resource", word) for word in options["resources"]),
@@ -87,7 +87,7 @@ def list_warnings(spec: JobSpec) -> Iterator[str]:
         yield _texts("no_claim")
 
 
-def _device_classes(arguments: Sequence[str]) -> tuple[str, str]:
+def _parse_device_classes(arguments: Sequence[str]) -> tuple[str, str]:
     """Return the DeviceClasses of GPU and NIC from --dra gpu=NAME and nic=NAME, by default the usual names."""
     classes = dict(zip(("gpu", "nic"), manifests.DEVICE_CLASSES, strict=True))
     for word in arguments:
@@ -160,7 +160,7 @@ def build_claim(options: Mapping[str, Any]) -> tuple[Document, ...]:
 
 def build_plan(advice: Recommendation, options: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> JobPlan:
     """Return the job's plan, which writes to the claim unless the settings name a folder. Raises RequestError."""
-    output = str(_read_explicit_settings(options).get("output_dir", ""))
+    output = str(job_settings.read_explicit_settings(advice, options).get("output_dir", ""))
     folder = _place_on_claim(output or options["name"])
     more = (f"output_dir={folder}",) if name_claim(options) else ()
     plan = job_settings.build_job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), snapshots)
@@ -176,20 +176,14 @@ def _place_on_claim(folder: str) -> str:
 
 def refuse_untrainable(advice: Recommendation, options: Mapping[str, Any]) -> None:
     """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
-    explicit, nodes = _read_explicit_settings(options), options["nodes"] or 1
-    if refusal := job_settings.why_untrainable(advice, explicit):
+    explicit, nodes = job_settings.read_explicit_settings(advice, options), options["nodes"] or 1
+    if refusal := job_settings.explain_untrainable(advice, explicit):
         raise JobError(refusal)
     if nodes > 1 and not name_claim(options):
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
     if nodes > 1 and output is not None and not _place_on_claim(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
-
-
-def _read_explicit_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of --config, overridden by --set."""
-    trainer = options.get("trainer", job_settings.OURS)
-    return job_settings.read_settings(options.get("config"), options.get("overrides", ()), trainer).explicit
 
 
 # Create the job in its cluster, and read its state.
@@ -204,7 +198,7 @@ def create(client: Client, documents: Sequence[Document]) -> Iterator[str]:
     done: list[str] = []
     for really in (False, True):
         for document in documents:
-            name = object_name(document)
+            name = name_object(document)
             try:
                 line = _send(client, document, is_job=document is documents[-1], dry_run=not really)
             except ApiError as error:
@@ -218,24 +212,24 @@ def create(client: Client, documents: Sequence[Document]) -> Iterator[str]:
                 yield f"{name} {line}"
 
 
-def object_name(document: Document) -> str:
+def name_object(document: Document) -> str:
     """Return kind and name as kubectl writes them: "job/sft"."""
     return f"{document['kind'].lower()}/{document['metadata']['name']}"
 
 
-def _path(client: Client, document: Document, name: str = "") -> str:
+def _make_path(client: Client, document: Document, name: str = "") -> str:
     namespace = document["metadata"].get("namespace") or client.namespace
-    return path_of(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
+    return make_path(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
 
 
 def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) -> str:
     """Create an object, or apply it over that of an earlier launch; return what was done."""
-    path = _path(client, document, document["metadata"]["name"])
+    path = _make_path(client, document, document["metadata"]["name"])
     if not is_job and document["kind"] != "PersistentVolumeClaim":
         new, _ = client.apply(path, document, dry_run=dry_run)
         return "created" if new else "was there: updated"
     try:  # applying another size would resize a claim that is not ours, and a job must be new
-        client.create(_path(client, document), document, dry_run=dry_run)
+        client.create(_make_path(client, document), document, dry_run=dry_run)
         return "created"
     except ApiError as error:
         if error.status != 409:
@@ -245,7 +239,7 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
         state = read_job_state(client.get(path))
         if state == "failed":
             namespace = document["metadata"].get("namespace") or client.namespace
-            delete = f"`kubectl delete {object_name(document)} -n {namespace}`"
+            delete = f"`kubectl delete {name_object(document)} -n {namespace}`"
             again = f"{delete}, then the same command resumes from its checkpoints"
             raise ApiError(409, f"{error}, and has failed: {again}") from None
         state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
@@ -254,13 +248,13 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
 
 def read_object(client: Client, document: Document) -> Document:
     """Return the object as stored on the server."""
-    return client.get(_path(client, document, document["metadata"]["name"]))
+    return client.get(_make_path(client, document, document["metadata"]["name"]))
 
 
 def list_pods(client: Client, job: Document, api: str) -> list[Document]:
     """Return the pods of a job. Raises ApiError."""
     about = job["metadata"]
-    path = path_of("v1", "pods", namespace=about.get("namespace") or client.namespace)
+    path = make_path("v1", "pods", namespace=about.get("namespace") or client.namespace)
     return list(client.items(path, {"labelSelector": f"{manifests.POD_LABELS[api]}={about['name']}"}))
 
 
@@ -294,10 +288,10 @@ def list_condition_reasons(job: Document, condition: str) -> list[str]:
             if each.get("type") == condition and str(each.get("status")) == "True"]  # fmt: skip
 
 
-def why_waiting(pod: Mapping[str, Any]) -> str:
+def explain_waiting(pod: Mapping[str, Any]) -> str:
     """Return why a pod does not run: a container that cannot start, the scheduler, or its phase; empty if it runs."""
     status = pod.get("status") or {}
-    waiting = [(each.get("state") or {}).get("waiting") or {} for each in _containers(status)]
+    waiting = [(each.get("state") or {}).get("waiting") or {} for each in _list_containers(status)]
     reasons = [each for each in waiting if each.get("reason") not in (None, "PodInitializing")]
     reasons += [each for each in status.get("conditions") or ()
               if each.get("type") == "PodScheduled" and each.get("status") == "False"]  # fmt: skip
@@ -305,7 +299,7 @@ def why_waiting(pod: Mapping[str, Any]) -> str:
     return _line(pod["metadata"]["name"], str(reasons[0].get("reason")), reasons[0].get("message")) if reasons else ""
 
 
-def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _list_containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
 
 
@@ -314,7 +308,7 @@ def describe_failure(pod: Mapping[str, Any]) -> str:
     status = pod.get("status") or {}
     if status.get("phase") != "Failed":
         return ""
-    for each in _containers(status):
+    for each in _list_containers(status):
         ended = (each.get("state") or {}).get("terminated") or {}
         if ended.get("exitCode"):
             reason = "" if ended.get("reason") in (None, "Error", "Completed") else f" ({ended['reason']})"

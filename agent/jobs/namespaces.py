@@ -86,7 +86,7 @@ def create_hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[
     Once `stop` is set, the ranks end. NamespaceError gives the reason.
     """
     with contextlib.ExitStack() as stack:
-        hosts = NamespaceHosts(tuple(rates), tuple(_hold(stack) for _ in range(HOSTS)), stop)
+        hosts = NamespaceHosts(tuple(rates), tuple(_hold_namespace(stack) for _ in range(HOSTS)), stop)
         for network, rate in rates.items():
             _join(hosts, network, rate)
         if stop.is_set():
@@ -95,7 +95,7 @@ def create_hosts(rates: Mapping[str, float], stop: threading.Event) -> Iterator[
         yield hosts
 
 
-def _hold(stack: contextlib.ExitStack) -> int:
+def _hold_namespace(stack: contextlib.ExitStack) -> int:
     """Start a process in a new network namespace; it ends when our end of its stdin is closed."""
     process = subprocess.Popen(
         ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

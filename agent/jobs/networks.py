@@ -228,7 +228,7 @@ class _LocalComparison:
         cluster = join([NodeTopology(hostname=f"host-{n}", gpus=(), nics=(), pairs=(), cpu_count=cores)
                         for n in range(HOSTS)])  # fmt: skip
         model = self.request.required_model()
-        advice = with_fsdp(advise_cluster(self.request, cluster, (), measured=measured, calibration=timed))
+        advice = with_fsdp(advise_cluster(self.request, cluster, (), measurements=measured, calibration=timed))
         self.layout = self.layout or require_layout(advice).layout
         planned = plan(
             cluster, (), model, self.request.train, measurements=measured, calibration=timed, ranks_per_node=1
@@ -364,7 +364,7 @@ def plan_on(advice: Recommendation, network: Network, request: Request, hosts: S
     if not (network.rdma or network.attachment) and request.hosts:
         pods = [snapshot for snapshot in hosts if (facts := snapshot.facts(InterfacesFacts))
                 and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip
-        if wrong := why_no_interface(network.name, pods):  # of a host; a pod has its own interfaces
+        if wrong := explain_no_interface(network.name, pods):  # of a host; a pod has its own interfaces
             raise InputError(f"--over {network.name}: {wrong}")
     if network.rate:
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
@@ -379,7 +379,7 @@ def plan_on(advice: Recommendation, network: Network, request: Request, hosts: S
     return advice if network.rdma else use_tcp(advice, network.name)
 
 
-def why_no_interface(name: str, snapshots: Sequence[Snapshot]) -> str:
+def explain_no_interface(name: str, snapshots: Sequence[Snapshot]) -> str:
     """Return which recorded node lacks a usable interface of this name, and what it has; "" if none is known to."""
     for snapshot in snapshots:
         if facts := snapshot.facts(InterfacesFacts):
@@ -438,9 +438,9 @@ def run(client: Client, documents: Sequence[Document], network: Network, api: st
         time.sleep(POLL_SECONDS)
     pods = cluster_job.list_pods(client, job, api)
     if not state:
-        waiting = [text for pod in pods if (text := cluster_job.why_waiting(pod))]
+        waiting = [text for pod in pods if (text := cluster_job.explain_waiting(pod))]
         waiting = waiting or cluster_job.list_condition_reasons(now, "Suspended")
-        why = f"{cluster_job.object_name(job)} was not done within {seconds:.0f} s; it continues"
+        why = f"{cluster_job.name_object(job)} was not done within {seconds:.0f} s; it continues"
         return replace(bar, why="; ".join([why, *waiting]))
     record = next((short for pod in pods if (short := cluster_job.read_short_record(pod))), None)
     if record is None:

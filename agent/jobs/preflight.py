@@ -122,32 +122,32 @@ class _Stages:
             extra += make_unmeasured(BENCH_CODES, reason)
         self.progress.step("recommend: environment and layout")
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
-        advice = with_fsdp(advise(request, snapshots, measured=verified, calibrated=calibration))
+        advice = with_fsdp(advise(request, snapshots, measurements=verified, calibration=calibration))
         record, of_run = self._run(view, advice, result)
-        stopped = "" if record is not None else self._stopped_by(result)
+        stopped = "" if record is not None else self._get_stop_signal(result)
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.require_measured(view.checks)
         found_checks = [*scanned, *extra, *of_run, *baseline.find_missing_devices(self.before, snapshots)]
-        checks = self._against(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
+        checks = self._compare(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
         return Report(
             snapshots=snapshots, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
             verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
             notes=tuple(self.notes),
         )  # fmt: skip
 
-    def _stopped_by(self, result: BenchResult | None) -> str:
+    def _get_stop_signal(self, result: BenchResult | None) -> str:
         """Return the signal that ended the run; empty if none did."""
         return (result.stopped_by if result else None) or ("SIGTERM" if self.stop.is_set() else "")
 
-    def _against(self, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
+    def _compare(self, checks: Iterable[Finding], stopped: str) -> tuple[Finding, ...]:
         """Compare the checks with the baseline; checks that a stopped run did not measure are not regressions."""
         cut = {*BENCH_CODES, *RUN_CODES} if stopped else set()
         not_measured = tuple(check for check in checks if check.code in cut and check.status == "unknown")
         checks = [check for check in checks if check not in not_measured]
         return (*baseline.compare_with_baseline(checks, self.before.statuses), *not_measured)
 
-    def _blocking_failures(self, view: View, advice: Recommendation) -> str:
+    def _find_blocking_failures(self, view: View, advice: Recommendation) -> str:
         """Return the failure that prevents training; empty if it may start. Unknown checks do not prevent it.
 
         The checks are those of the host with the settings of the run, because a problem that they correct is none.
@@ -198,12 +198,12 @@ class _Stages:
         self, view: View, advice: Recommendation, result: BenchResult | None
     ) -> tuple[RunRecord | None, Sequence[Finding]]:
         """Train, unless something prevents it; return the record, and the checks of the run."""
-        stopped = self._stopped_by(result)
+        stopped = self._get_stop_signal(result)
         if not self.options["train"] or (self.options["hosts"] and not stopped):
             return None, make_unmeasured(RUN_CODES, "not requested; add --train")
         if stopped:
             return None, make_unmeasured(RUN_CODES, f"not trained: stopped by {stopped} before that")
-        if failed := self._blocking_failures(view, advice):
+        if failed := self._find_blocking_failures(view, advice):
             self.notes.append(f"not trained: {failed}")
             return None, make_unmeasured(RUN_CODES, f"not trained: {failed}; --force trains anyway")
         record, reason = self._train(advice)
@@ -292,7 +292,7 @@ def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
     return tuple(write_atomic(folder / name, text) for name, text in files.items())
 
 
-def _blocking(report: Report) -> list[Finding]:
+def _list_blocking(report: Report) -> list[Finding]:
     """Return the checks that prevent a pass; empty if the verdict is a pass."""
     if report.verdict.exit_code == EXIT_PASS:
         return []
@@ -300,7 +300,7 @@ def _blocking(report: Report) -> list[Finding]:
     return [check for check in blocking if check.required or check.status != "unknown"] or blocking
 
 
-def _slurm_node(check: Finding) -> str:
+def _name_slurm_node(check: Finding) -> str:
     """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
     return name_in_slurm(check.node or read_host_name())
 
@@ -308,7 +308,7 @@ def _slurm_node(check: Finding) -> str:
 def format_slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
     of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [read_host_name()]
-    names = {_slurm_node(check) for check in _blocking(report) if check.node or of_this_host}
+    names = {_name_slurm_node(check) for check in _list_blocking(report) if check.node or of_this_host}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
@@ -319,9 +319,9 @@ def format_slurm_reasons(report: Report) -> str:
     """
     unknown = report.verdict.word == "unknown"
     lines = (
-        f"{_slurm_node(check)}: {report.verdict.why}" if unknown else
-        f"{_slurm_node(check)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
-        for check in _blocking(report)
+        f"{_name_slurm_node(check)}: {report.verdict.why}" if unknown else
+        f"{_name_slurm_node(check)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
+        for check in _list_blocking(report)
     )  # fmt: skip
     return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))
 

@@ -50,7 +50,7 @@ def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> Sea
     ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(snapshots) else 1)
     backend = detect_backend()
     name = options["host_name"] or (snapshots[0].hostname if snapshots else f"node {node}")
-    domain, nvlink = _domains(options, name, snapshots, ranks)
+    domain, nvlink = _find_domains(options, name, snapshots, ranks)
     place = Place(
         store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name, domain=domain,
         nvlink="" if "NCCL_MNNVL_ENABLE" in os.environ else nvlink,
@@ -79,7 +79,7 @@ def make_resolvable(rendezvous: str) -> str:
     return rendezvous
 
 
-def _domains(options: Mapping[str, Any], name: str, snapshots: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
+def _find_domains(options: Mapping[str, Any], name: str, snapshots: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
     """Return the domain of the node (option, label, NVLink or Slurm's switch) and its NVLink domain; "" if unknown."""
     label, domain = find_domain(options["topology"], name) if options["topology"] else ("", "")
     by_label = label in _TABLE["nvlink_labels"]
@@ -106,19 +106,19 @@ def find_domain(path: Path, name: str) -> tuple[str, str]:
 def make_findings(result: SearchResult) -> list[Finding]:
     """Return one finding for each bad node, bad link, and node without a result."""
     findings = [
-        _finding(verdict, result.hosts[verdict.node], _evidence(verdict, result.passes))
+        _make_unjudged(verdict, result.hosts[verdict.node], _evidence(verdict, result.passes))
         for verdict in result.verdicts if verdict.state != "good"
     ]  # fmt: skip
     for link in result.links:
         ends = {"source": result.hosts[link.source], "target": result.hosts[link.target]}
         findings.append(make_finding(
             "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link, result.passes),
-            share=_share(link.loss), **ends,
+            share=_format_share(link.loss), **ends,
         ))  # fmt: skip
     return findings
 
 
-def _finding(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
+def _make_unjudged(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
     if verdict.state == "not judged":
         reason = verdict.seen or _TABLE["why"][verdict.reason]
         return make_finding("search.node.unjudged", node, evidence=evidence, why=reason)
@@ -128,7 +128,7 @@ def _finding(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
     return make_finding(
         f"search.node.{verdict.reason}", node, by_loss(verdict.loss), evidence=evidence,
         subject=verdict.what[0].partition(" ")[0] if verdict.reason == "part" else "",
-        what=" and ".join(verdict.what), share=_share(verdict.loss),
+        what=" and ".join(verdict.what), share=_format_share(verdict.loss),
         rails=rails if verdict.rails else "",
     )  # fmt: skip
 
@@ -143,7 +143,7 @@ def _evidence(result: Verdict | BadLink, passes: int) -> tuple[str, ...]:
     return (*_TABLE["passes"][result.turn : passes - 1 + result.turn], *lines)
 
 
-def _share(loss: float) -> str:
+def _format_share(loss: float) -> str:
     return f"{1 - loss:.0%}" if loss > 0.1 else f"{1 - loss:.1%}"
 
 

@@ -65,10 +65,10 @@ def build_script(
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if options["over"]:
-        from agent.jobs.networks import use_tcp, why_no_interface
+        from agent.jobs.networks import explain_no_interface, use_tcp
 
         check_word("--over", options["over"])
-        if wrong := why_no_interface(options["over"], snapshots):
+        if wrong := explain_no_interface(options["over"], snapshots):
             if options["hosts"]:
                 raise InputError(f"--over {options['over']}: {wrong}")
             notes.append(f"--over {options['over']}: {wrong}")

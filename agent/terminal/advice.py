@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import Grid, mark, print_bullet, print_indented, print_properties, table_of
+from agent.base.lines import Grid, make_table, mark, print_bullet, print_indented, print_properties
 from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
@@ -82,7 +82,7 @@ def _print_title(out: Console, advice: Recommendation, ranked: RankedLayout) -> 
     if ranked.why:
         print_bullet(out, "!", escape(ranked.why))
     glyph = mark("unknown", "?") if ranked.forecast.may_not_fit else mark("pass", "✓")
-    out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {layout_title(ranked.layout)}")
+    out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {format_layout(ranked.layout)}")
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:
@@ -127,13 +127,13 @@ def _print_layout(out: Console, advice: Recommendation, chosen: RankedLayout) ->
     _print_title(out, advice, chosen)
     print_properties(out, list_layout_properties(advice, chosen))
     for ranked in advice.runners_up[:3]:
-        out.print(f"  {layout_title(ranked.layout)}")
+        out.print(f"  {format_layout(ranked.layout)}")
         memory = units.interval(ranked.forecast.memory_bytes, "B")
         step = units.interval(ranked.forecast.step_seconds, "s")
         print_bullet(out, "   ", f"step {step}, memory {memory} per {device_of(advice)}; {escape(ranked.why)}")
     print_rejected(out, advice)
     _print_remarks(out, advice)
-    out.print(table_of(parts_grid([chosen])))
+    out.print(make_table(parts_grid([chosen])))
     for line in chosen.forecast.inputs:
         out.print(f"· {escape(line)}")
 
@@ -218,7 +218,7 @@ def describe_slowdown(times: float) -> str:
     return f"{times:.1f} times slower" if times >= 1.5 else f"{times - 1.0:.0%} slower"
 
 
-def layout_title(shape: Layout) -> str:
+def format_layout(shape: Layout) -> str:
     """Return all settings of a layout, in a line of markup."""
     return f"[bold]{shape.family}[/bold], {describe_layout(shape)}"
 
@@ -237,4 +237,4 @@ def print_rejected(out: Console, advice: Recommendation) -> None:
     """Print the families that were rejected, with the rule that rejected them."""
     if advice.rejected:
         rows = tuple((item.what, item.reason) for item in advice.rejected[:12])
-        out.print(table_of(Grid(columns=("rejected", "because"), rows=rows)))
+        out.print(make_table(Grid(columns=("rejected", "because"), rows=rows)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import SHOWN, mark, print_indented
+from contracts.host_list import list_names
 
 if TYPE_CHECKING:  # loaded with checks; a topology read from a file has only findings
     from agent.checks.findings import FindingGroup
@@ -47,20 +48,17 @@ def print_unknown_checks(out: Console, groups: Sequence[FindingGroup]) -> None:
         print_indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
-def print_group(
-    out: Console, group: FindingGroup, *, nodes_named: bool = False, brief: bool = False,
-    names: Callable[[Sequence[str]], str] = units.some,
-) -> None:  # fmt: skip
+def print_group(out: Console, group: FindingGroup, *, nodes_named: bool = False, brief: bool = False) -> None:
     """Print one finding: what, where and the remedy, and unless `brief` the evidence and every message.
 
-    `named` prints the node even if there is only one; `names` joins the names of nodes and devices.
+    `nodes_named` prints the node even if there is only one. If `brief`, many names are joined in Slurm's notation.
     """
     nodes = group.nodes if nodes_named or len(group.nodes) > 1 else ()
     one = len(group.subjects) == 1 and group.alike  # the heading names it
     place = group.place if one and len(group.nodes) <= 1 else group.places
     out.print(f"{mark(group.status)} [bold]{escape(group.title)}[/bold] {escape(place)}".rstrip())
     if nodes or len(group.checks) > 1:
-        _print_places(out, group, named=bool(nodes), one=one, limit=SHOWN if brief else len(group.checks), names=names)
+        _print_places(out, group, named=bool(nodes), one=one, brief=brief)
     else:
         print_indented(out, escape(group.message))
     wrong = group.status in ("fail", "warn")
@@ -70,10 +68,9 @@ def print_group(
         print_indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
 
 
-def _print_places(
-    out: Console, group: FindingGroup, *, named: bool, one: bool, limit: int, names: Callable[[Sequence[str]], str]
-) -> None:
+def _print_places(out: Console, group: FindingGroup, *, named: bool, one: bool, brief: bool) -> None:
     """Print every place that no message names; equal messages share a line, and so do nodes with the same devices."""
+    limit, names = (SHOWN, list_names) if brief else (len(group.checks), units.some)
     by_message: dict[str, dict[str, dict[str, None]]] = {}
     for check in group.checks:
         text = check.message if len(group.checks) <= limit else group.message

@@ -58,7 +58,7 @@ def print_hosts_brief(
         kinds = []
         for (snapshot, node), own_domains in zip(hosts, domains, strict=True):
             domain_text = "".join(f"; NVLink domain {domain}" for domain in sorted(own_domains) if is_shared)
-            kinds.append((snapshot.hostname, f"{_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}{domain_text}"))
+            kinds.append((snapshot.hostname, f"{_describe_gpus(snapshot, node)}; RDMA {_rdma(snapshot)}{domain_text}"))
         print_healthy_nodes(out, kinds, checks)
 
 
@@ -93,13 +93,13 @@ def describe_facts(facts: Any) -> list[str]:
         suffix = f"; not answering: {lost}" if lost else ""
         return [f"{len(facts.gpus)} x {', '.join(names)}, driver {facts.driver_version or 'unknown'}{suffix}"]
     if isinstance(facts, RdmaFacts):
-        ports = [f"{device.name}:{port.port} {device.kind} {_port_words(port)} {port.link_layer or ''}"
+        ports = [f"{device.name}:{port.port} {device.kind} {_describe_port(port)} {port.link_layer or ''}"
                  f"{f' netdev {port.netdev}' if port.netdev else ''}"
                  for device in facts.devices for port in device.ports]  # fmt: skip
         return [*ports, *(f"{one.name} {one.kind}, no port" for one in facts.devices if not one.ports)] or ["no device"]
     if isinstance(facts, InterfacesFacts):
         return [
-            f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} {_speed(i)} "
+            f"{i.name} {i.role}{f' ({i.kind})' if i.kind else ''} mtu {i.mtu_bytes or '?'} {_describe_speed(i)} "
             f"{' '.join(i.addresses[:2])}{' ← NCCL uses this one' if i.name == facts.nccl_choice else ''}"
             for i in facts.interfaces
         ]
@@ -115,11 +115,11 @@ def describe_facts(facts: Any) -> list[str]:
     return [", ".join(texts) or "nothing"]
 
 
-def _port_words(port: RdmaPort) -> str:
+def _describe_port(port: RdmaPort) -> str:
     return f"{port.state or 'state unknown'} {port.rate_text or units.bits(port.rate_bytes_per_second)}"
 
 
-def _speed(interface: Interface) -> str:
+def _describe_speed(interface: Interface) -> str:
     return units.bits(interface.speed_bytes_per_second) if interface.speed_bytes_per_second else "speed unknown"
 
 
@@ -133,7 +133,7 @@ def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, h
     line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
         others = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
-        line, todo = f"{first.title} {_where(first, host)}".rstrip() + f"{others} ({line})", first.remedy
+        line, todo = f"{first.title} {_describe_place(first, host)}".rstrip() + f"{others} ({line})", first.remedy
     elif judged.word == "unknown":
         required = (group for group in group_findings(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
@@ -145,7 +145,7 @@ def sort_by_weight(checks: Iterable[Finding]) -> list[FindingGroup]:
     return sorted(group_findings(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
 
 
-def _where(group: FindingGroup, host: str) -> str:
+def _describe_place(group: FindingGroup, host: str) -> str:
     several = len(group.nodes) > 1
     place = group.places if several or len(group.subjects) != 1 else group.place
     node = "" if host or several or not group.nodes else group.nodes[0]
@@ -153,7 +153,7 @@ def _where(group: FindingGroup, host: str) -> str:
 
 
 def print_healthy_nodes(out: Console, hosts: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:
-    """Print the nodes without problems by hardware; `found` are pairs of name and hardware.
+    """Print the nodes without problems by hardware; `hosts` are pairs of name and hardware.
 
     A node with a failure, a warning or a required check that could not run is not among them.
     """
@@ -175,7 +175,7 @@ def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
     several = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if is_problem(group):
-            print_group(out, group, nodes_named=several, brief=True, names=list_names)
+            print_group(out, group, nodes_named=several, brief=True)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
     if unknown := list_codes(groups, "unknown"):
@@ -187,21 +187,21 @@ def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
 
 def list_hardware_properties(snapshot: Snapshot, topology: NodeTopology) -> Iterator[tuple[str, str]]:
     """Return the hardware of a host: GPUs, links, RDMA, sockets; a probe without a result shows the reason."""
-    yield "GPUs", _gpus(snapshot, topology)
+    yield "GPUs", _describe_gpus(snapshot, topology)
     yield from list_link_properties(topology)
     yield "RDMA", _rdma(snapshot)
     sockets = snapshot.facts(InterfacesFacts)
     interface = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
     if interface is not None:
-        yield "sockets", f"NCCL uses {interface.name}, {_speed(interface)}"
+        yield "sockets", f"NCCL uses {interface.name}, {_describe_speed(interface)}"
     else:
-        yield "sockets", _why_no_facts(snapshot, "interfaces") or "NCCL's choice unknown"
+        yield "sockets", _explain_no_facts(snapshot, "interfaces") or "NCCL's choice unknown"
 
 
-def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
+def _describe_gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
     facts = snapshot.facts(GpuFacts)
     if facts is None:
-        return _why_no_facts(snapshot, "gpu")
+        return _explain_no_facts(snapshot, "gpu")
     if facts.driver_error:
         return f"{facts.pci_gpus or 'number unknown'} on the PCI bus, none readable: NVML answers {facts.driver_error}"
     models = Counter(gpu.name or "unknown model" for gpu in facts.gpus)
@@ -212,11 +212,11 @@ def _gpus(snapshot: Snapshot, topology: NodeTopology) -> str:
 def _rdma(snapshot: Snapshot) -> str:
     facts = snapshot.facts(RdmaFacts)
     if facts is None:
-        return _why_no_facts(snapshot, "rdma")
-    ports = Counter(_port_words(port) for device in facts.in_reach for port in device.ports)
+        return _explain_no_facts(snapshot, "rdma")
+    ports = Counter(_describe_port(port) for device in facts.in_reach for port in device.ports)
     return ", ".join(f"{number} x {kind}" for kind, number in ports.most_common()) or "no port"
 
 
-def _why_no_facts(snapshot: Snapshot, probe: str) -> str:
+def _explain_no_facts(snapshot: Snapshot, probe: str) -> str:
     outcome = snapshot.outcomes.get(probe)
     return describe_outcome(outcome)[0] if isinstance(outcome, Absent | Failed) else ""

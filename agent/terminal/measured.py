@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from agent.base import units
-from agent.base.lines import Grid, table_of
+from agent.base.lines import Grid, make_table
 from agent.checks.measured import format_bar, format_expected
 from collectives.bench.results import BenchResult, Measurement, RdmaResult
 from collectives.nccl_log.transport import Evidence
@@ -36,9 +36,9 @@ def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False)
     measurements = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
     title = describe_ranks(result)
     left = len(result.measurements) - len(measurements)
-    out.print(_benchmark_verdict(result, sum(not m.verified for m in result.measurements)))
+    out.print(_describe_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(title + (f"; -v shows {left} smaller sizes" if left else "")))
-    out.print(table_of(results_grid(measurements)))
+    out.print(make_table(results_grid(measurements)))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:
@@ -59,7 +59,7 @@ def describe_transport(e: Evidence) -> str:
     )
 
 
-def _benchmark_verdict(result: BenchResult, wrong: int) -> str:
+def _describe_verdict(result: BenchResult, wrong: int) -> str:
     """Return the first line: whether the measurement can be used, and the recommended action."""
     many = units.count(len(result.measurements), "result")
     if wrong:
@@ -83,7 +83,7 @@ def print_rdma_writes(out: Console, result: RdmaResult) -> None:
     ]  # fmt: skip
     out.print(f"\n[bold]RDMA writes[/bold] from {escape(result.host)} to {escape(result.peer)}")
     columns = ("port", "rate", "MTU", "written", "expected")
-    out.print(table_of(Grid(columns=columns, rows=tuple(rows))))
+    out.print(make_table(Grid(columns=columns, rows=tuple(rows))))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
 

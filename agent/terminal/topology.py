@@ -11,7 +11,7 @@ from rich.markup import escape
 from agent.base import units
 from agent.base.lines import print_bullet, print_headline, print_properties
 from contracts.finding import Finding
-from topology.check import departures
+from topology.check import describe_departures
 from topology.graph import UNKNOWN, NodeTopology, Pairs
 from topology.render import render_matrix
 
@@ -21,7 +21,7 @@ def print_node(out: Console, topology: NodeTopology) -> None:
     out.print(f"\n[bold]{escape(topology.hostname)}[/bold] ({escape(topology.source)})")
     if topology.sku or topology.gpus:
         out.print(f"recognised as: {escape(topology.sku or 'no known machine type')}")
-    for departure in departures(topology):
+    for departure in describe_departures(topology):
         out.print(f"[yellow]! differs from the reference:[/yellow] {escape(departure)}")
     if topology.gpus or topology.nics:  # lines are never wrapped, as those of `nvidia-smi topo -m`
         out.print(render_matrix(topology), markup=False, overflow="ignore", no_wrap=True, crop=False)
@@ -42,7 +42,7 @@ def print_node(out: Console, topology: NodeTopology) -> None:
 
 def print_brief(out: Console, topology: NodeTopology, findings: Sequence[Finding]) -> None:
     """Print the verdict on a node's links and a summary in a few rows; `-v` prints the matrix."""
-    bad = [*departures(topology), *(f.code for f in findings if f.status in ("fail", "warn"))]
+    bad = [*describe_departures(topology), *(f.code for f in findings if f.status in ("fail", "warn"))]
     is_open = topology.lacking or any(f.status == "unknown" for f in findings)
     word = "fail" if any(f.status == "fail" for f in findings) else "warn" if bad else "unknown" if is_open else "pass"
     todo = "Nothing to do." if word == "pass" else "See below."
@@ -53,7 +53,7 @@ def print_brief(out: Console, topology: NodeTopology, findings: Sequence[Finding
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
     print_headline(out, word, f"{topology.hostname}: {machine}; {counted}", todo)
     print_properties(out, list_link_properties(topology))
-    for departure in departures(topology):
+    for departure in describe_departures(topology):
         print_bullet(out, "[yellow]![/yellow]", escape(f"differs from the reference: {departure}"))
     for warning in topology.warnings:
         print_bullet(out, "[yellow]![/yellow]", escape(warning))

@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -28,6 +29,10 @@ from planner.why import Cause, RunFacts, Unknown, Verdict
 from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, make_cause
 
 _MOST_LOG_LINES = 20_000_000
+_MOST_END, _MOST_END_LINES = 1 << 16, 2000
+_OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
+# torchrun ends the other ranks of its node, and its table of newer releases (2.13) lists them, too.
+_SENT = re.compile(r"Sending process (\d{1,9}) closing signal")
 # Printed by the batch script of `topoflight launch --api slurm` before it ends with RESUMABLE.
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
 
@@ -53,9 +58,9 @@ def answer(sources: WhySources) -> Verdict:
     saved = tuple(filter(_is_saved_ras, sources.logs))
     logs = tuple(log for log in sources.logs if log not in saved)
     sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
-    facts, found, wrong = _facts(sources)
+    facts, found, ends, wrong = _read_facts(sources)
     verdict = why.judge(facts)
-    reports = [_ras(source) for source in sources.ras]
+    reports = [_read_ras(source) for source in sources.ras]
     for report in reports[-1:]:
         verdict = with_ras(verdict, report, reports[0] if len(reports) > 1 else None)
     if found is not None:
@@ -72,18 +77,18 @@ def answer(sources: WhySources) -> Verdict:
         if sources.run is not None:
             verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
     again = sources.again
-    if again is None and (requeued := next(filter(None, map(_REQUEUED.search, _tails(sources.logs))), None)):
+    if again is None and (requeued := next(filter(None, map(_REQUEUED.search, ends.values())), None)):
         again = f"it {requeued[1]}"
     verdict = with_end_of_job(verdict, facts.ages)
-    verdict = with_gate(with_restart(verdict, record, again), _last_log(sources))
-    folder = sources.run or "DIR"
-    questions = (replace(one, command=one.command.replace("--run DIR", f"--run {folder}")) for one in verdict.unknown)
+    verdict = with_gate(with_restart(verdict, record, again), _read_last_log(sources, ends))
+    run = f"--run {sources.run or 'DIR'}"
+    questions = (replace(one, command=one.command.replace("--run DIR", run)) for one in verdict.unknown)
     clean: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
     return clean
 
 
-def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
-    """Read the run's folder, dumps and logs; return facts, evidence of the logs, and what could not be read."""
+def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[str, str], list[str]]:
+    """Read the run's folder, dumps and logs; return facts, evidence of the logs, their ends, and what is unreadable."""
     facts, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         of_monitors = rank_files.NAME.format(rank="*")  # of the ranks' monitors
@@ -94,35 +99,33 @@ def _facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, list[str]]:
         facts = replace(facts, now=find_newest_call(facts.traces))
     try:
         found = evidence.read_files(sources.logs) if sources.logs else None
-        lines = chain.from_iterable(map(_lines_of, evidence.list_files(sources.logs)))
-        log = watchdog.read(islice(lines, _MOST_LOG_LINES))
-        stacks, unranked = _stacks(sources.logs, facts)
+        logs = _Logs(sources.logs, {state.pid: rank for rank, state in facts.states.items() if state.pid})
     except OSError as error:
         raise WhyError(f"{error.filename}: {error.strerror}") from None
     except LogFileError as error:
         raise WhyError(str(error)) from None
+    log, texts = logs.report, [*logs.ends.values()]
     outlived = {"rendezvous_timeout", "python_traceback"} & {note.code for note in found.notes} if found else set()
     if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
-        log = replace(log, errors={}, rendezvous={})
-    tails = list(_tails(sources.logs))
-    hosts = {failed.rank: failed.host for text in tails for failed in run_record.failed_ranks(text) if failed.host}
+        log, texts = replace(log, errors={}, rendezvous={}), []
+    rows = {row.rank: row for text in texts for row in run_record.failed_ranks(text)}
     # torchrun lists every rank of its node that it ended; a table with only its root cause is not such a list
-    listed = len(hosts) if len(hosts) > 1 and set(hosts) == set(range(len(hosts))) else 0
+    listed = len(rows) if len(rows) > 1 and set(rows) == set(range(len(rows))) else 0
     members = [max(ranks) + 1 for trace in facts.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*filter(None, (facts.world, listed, found.ranks if found else None)), *members]
-    reached = [max(rows) + 1 for rows in (facts.traces, facts.states, log.traces) if rows]
+    reached = [max(ranks) + 1 for ranks in (facts.traces, facts.states, log.traces) if ranks]
     facts = replace(
-        facts, log=log, first=_first_ended(tails, facts.first), hosts=hosts, limit=sources.limit, stacks=stacks,
-        unranked=unranked, in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
+        facts, log=log, first=_first_ended(texts, facts.first), failed=rows, limit=sources.limit, stacks=logs.stacks,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
         world=max([*worlds, *reached]) if worlds else None,
     )  # fmt: skip
-    return facts, found, wrong
+    return facts, found, logs.ends, wrong
 
 
 # Other sources --------------------------------------------------------------------------------------------------------
 
 
-def _lines_of(path: Any) -> Iterator[str]:
+def _read_lines(path: Any) -> Iterator[str]:
     """Read the logical lines of a log, compressed or not, as `_split` does. Raises OSError and LogFileError."""
     with bounded.open_regular(path) as stream:
         tail = b""
@@ -145,53 +148,52 @@ def _is_saved_ras(log: str) -> bool:
     return False
 
 
-def _tails(logs: Sequence[str]) -> Iterator[str]:
-    """Return the ends of logs, where torchrun writes its table."""
-    for log in logs:
-        with suppress(OSError), bounded.open_regular(log) as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - (1 << 16)))
-            yield "\n".join(chain.from_iterable(map(_split, stream.read().split(b"\n"))))
+class _Logs:
+    """What one pass over the logs leaves: facts about the ranks, Python stacks, and the end of each file."""
+
+    def __init__(self, logs: Iterable[str], by_pid: Mapping[int | None, int]) -> None:
+        self.by_pid = by_pid
+        self.ends: dict[str, str] = {}  # by file: its last lines, where torchrun and batch scripts write how it ended
+        self.stacks: dict[int | str, tuple[str, ...]] = {}  # by rank; if it is unknown, by process or file
+        lines = chain.from_iterable(map(self._read, map(str, evidence.list_files(logs))))
+        self.report = watchdog.read(islice(lines, _MOST_LOG_LINES))
+        deque(lines, maxlen=0)  # the rest, for its end
+
+    def _read(self, log: str) -> Iterator[str]:
+        """Return the lines of a file, and store its stacks and its end."""
+        name = Path(log).name
+        named, end = _OF_RANK.search(name), deque[str](maxlen=_MOST_END_LINES)
+        stacks = watchdog.StackReader(int(named[1]) if named else None)
+        for line in _read_lines(log):
+            stacks.line(line)
+            end.append(line)
+            yield line
+        stacks.end_process()
+        for (rank, pid), frames in stacks.found.items():
+            unranked = f"process {pid}" if pid else f"the process of {name}"
+            self.stacks[self.by_pid.get(pid, unranked) if rank is None else rank] = frames
+        self.ends[log] = "\n".join(end)[-_MOST_END:]
 
 
-def _last_log(sources: WhySources) -> str:
+def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
     """Return the end of the newest log; without logs, of the batch scripts' logs in the run's folder."""
-    logs = [Path(path) for path in evidence.list_files(sources.logs) if isinstance(path, str | Path)]
+    logs = [*map(Path, ends)]
     if not logs and sources.run is not None:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
-    written = {path: path.stat().st_mtime for path in logs if os.path.isfile(path)}
-    return next(_tails([str(max(written, key=written.__getitem__))]), "") if written else ""
+    written = {str(path): path.stat().st_mtime for path in logs if path.is_file()}
+    newest = max(written, key=written.__getitem__, default="")
+    return (ends or _Logs([newest], {}).ends)[newest] if newest else ""
 
 
-_OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
-
-
-def _stacks(logs: Sequence[str], facts: RunFacts) -> tuple[dict[int, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """Return Python stacks in the logs by rank, which the text, the file name or the process number identifies.
-
-    Stacks of unknown ranks are returned second, by process or file.
-    """
-    by_pid: dict[int | None, int] = {state.pid: rank for rank, state in facts.states.items() if state.pid}
-    stacks: dict[int, tuple[str, ...]] = {}
-    unranked: dict[str, tuple[str, ...]] = {}
-    for log in map(str, evidence.list_files(logs)):
-        name = Path(log).name
-        rank_in_name = _OF_RANK.search(name)
-        for stack in watchdog.read_stacks(_lines_of(log), rank=int(rank_in_name[1]) if rank_in_name else None):
-            rank = by_pid.get(stack.pid) if stack.rank is None else stack.rank
-            if rank is not None:
-                stacks[rank] = stack.frames
-            else:
-                unranked[f"process {stack.pid}" if stack.pid else f"the process of {name}"] = stack.frames
-    return stacks, unranked
-
-
-def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
+def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
     """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
-    for text in tails:
+    for text in texts:
         first = run_record.find_first_failed(text)
         if first is None or not first.is_own:
             continue
-        codes = [failed.exit_code for failed in set(run_record.failed_ranks(text)) if failed.at == first.at]
+        sent = set(map(int, _SENT.findall(text)))  # of this host, since process numbers of pods are alike
+        codes = [row.exit_code for row in set(run_record.failed_ranks(text))
+                 if row.at == first.at and (row.host != first.host or row.pid not in sent or row == first)]  # fmt: skip
         # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted;
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
@@ -200,7 +202,7 @@ def _first_ended(tails: Sequence[str], by_file: int | None) -> int | None:
     return by_file
 
 
-def _ras(source: str) -> ras.RasReport:
+def _read_ras(source: str) -> ras.RasReport:
     """Read a RAS report from a file or a socket."""
     host, colon, port = source.rpartition(":")
     try:
@@ -236,11 +238,11 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
                 f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
                 "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
         return replace(verdict, disagree=(*verdict.disagree, text))
-    is_moving = earlier is not None and _counts(earlier) != _counts(report)
+    is_moving = earlier is not None and _list_counts(earlier) != _list_counts(report)
     if not (gone or dead or verdict.causes) and (is_moving or not counts or earlier is None or not laggards):
-        return _by_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
+        return _judge_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
     rows = [laggards[rank] for rank in sorted(laggards)] or dead
-    causes = tuple(_cause_of_rank(*row) for row in rows)
+    causes = tuple(_make_rank_cause(*row) for row in rows)
     ranks = tuple(rank for cause in causes for rank in cause.ranks)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
     return replace(
@@ -250,7 +252,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     )  # fmt: skip
 
 
-def _cause_of_rank(rank: ras.RasRank, state: str, source: str) -> Cause:
+def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
     """Return RAS's statement about a rank, or about a process whose rank it does not give."""
     kind = {"dead": "gone", "": "unknown"}.get(rank.missing, "silent")
     place = f" (GPU {rank.gpu} of process {rank.pid} on {rank.host})" if rank.host else ""
@@ -260,7 +262,7 @@ def _cause_of_rank(rank: ras.RasRank, state: str, source: str) -> Cause:
                  action=why.ACTIONS[kind])  # fmt: skip
 
 
-def _by_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool) -> Verdict:
+def _judge_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool) -> Verdict:
     """Counts that name nobody: they move, or are equal (which may be one call for ever), or most ranks are behind."""
     if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
@@ -292,7 +294,7 @@ def _split_silent_ranks(report: ras.RasReport, earlier: ras.RasReport | None) ->
     return replace(report, comms=tuple(answered)), sorted({rank for _, rank in quiet})
 
 
-def _counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
+def _list_counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     return [(comm.id, comm.spread, {rank: row.counts for rank, row in comm.ranks.items()}) for comm in report.comms]
 
 
@@ -304,7 +306,7 @@ _MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "col
                "rank.gone": "job_failed"}  # fmt: skip
 
 
-def _cause_of(problem: LogProblem) -> Cause:
+def _make_cause(problem: LogProblem) -> Cause:
     """Return the cause for a log problem."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
     place = f"{problem.place}: " if problem.place else ""
@@ -317,8 +319,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed. The codes of `_ENDS` say that the job ended, not why, or that no channel is shown.
     """
-    problems = (p for p in log.problems if p.code != "job_failed" or p.ranks == verdict.ranks)
-    lines = {p.code: _cause_of(p).evidence for p in problems}
+    lines = {p.code: _make_cause(p).evidence for p in log.problems if p.code != "job_failed"}
     verdict = replace(verdict, causes=tuple(
         replace(cause, evidence=cause.evidence or lines.get(_MORE_EXACT.get(cause.code, cause.code), ()))
         for cause in verdict.causes))  # fmt: skip
@@ -327,8 +328,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         codes = (*codes, "job_stopped")
     rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes]
-    rows.sort(key=lambda p: p.severity != "fail")
-    causes = tuple(_cause_of(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
+    causes = tuple(_make_cause(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     diagnosed = any(p.code.startswith("diag_") for p in rows)  # these do not need a channel
     if evidence.exit_code(log) == 5 and log.outcome == "unknown" and not diagnosed:  # no channel, and no end
         return replace(verdict, causes=(*verdict.causes, *causes))
@@ -336,7 +336,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     source = f"NCCL log: {log.lines_read} line{'s' * (log.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
     if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
-        ended = tuple(_cause_of(p) for p in log.problems if p.severity == "fail")[:1]
+        ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _ENDS for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
         first = causes[0].message if causes else "the log says so"

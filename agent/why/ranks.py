@@ -125,12 +125,12 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     """Read a run's folder once."""
     ranks = folder / RANKS_FOLDER if (folder / RANKS_FOLDER).is_dir() else folder
     # before the files are read: a file that is replaced meanwhile must not count as old content with a new time
-    began, files = time.time(), {path: _modified(path) for path in ranks.glob("state_rank_*.json")}
+    began, files = time.time(), {path: _get_modified(path) for path in ranks.glob("state_rank_*.json")}
     states, wrong = rank_files.read_ranks(files, read_state)
     traces, bad = rank_files.read_ranks(ranks.glob("*trace_rank_*"), rank_files.read_file)
-    since = max((_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
+    since = max((_get_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
     nodes, _ = rank_files.read_ranks(ranks.glob("state_node_*.json"), read_state)
-    nodes = {node: state for node, state in nodes.items() if _modified(ranks / NODE.format(rank=node)) > since}
+    nodes = {node: state for node, state in nodes.items() if _get_modified(ranks / NODE.format(rank=node)) > since}
     nodes |= {
         node: replace(nodes[node], ended=True) for node, kind in read_process_states(nodes).items() if kind == "gone"
     }
@@ -178,7 +178,7 @@ def _end_by_torchrun(path: Path) -> tuple[int | None, str]:
     return None, ""
 
 
-def _modified(path: Path) -> float:
+def _get_modified(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

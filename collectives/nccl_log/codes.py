@@ -43,7 +43,7 @@ _MESSAGES = read_table(__file__, "messages.toml")
 
 
 def make_problem(code: str, detail: str = "", **members: Any) -> LogProblem:
-    """Create the problem with this code; `more` are further members, which may override the severity or the action."""
+    """Create the problem with this code; `members` may override the severity or the action."""
     meaning = CODES[code]
     texts = {"message": f"{meaning.message}{': ' + detail if detail else ''}", "action": meaning.action}
     return LogProblem(code=code, **{**texts, "severity": meaning.severity, **members})

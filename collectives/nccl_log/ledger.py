@@ -76,6 +76,7 @@ class Ledger:
         # Line numbers by file, because the order of lines says what came first only within one file.
         self.began: Firsts[str, int] = Firsts(MAX_FILES)  # first line of NCCL
         self.ended: Lasts[str, int] = Lasts(MAX_FILES)  # last line that says that the job finished
+        self.attempts: Lasts[str, int] = Lasts(MAX_FILES)  # below the last line in which torchrun's ranks have failed
         self.steps: Lasts[str, tuple[int, ...]] = Lasts(MAX_FILES)  # last three lines, each of another step of training
         self.last_lines: Lasts[tuple[str, str], int] = Lasts(MAX_FILES)  # last line of (code, file)
         self.proof = Proofs()
@@ -95,12 +96,13 @@ class Ledger:
         """Return whether the job finished, or trained for three more steps, after every line with this code.
 
         The end that one file states counts for files that state none. Two steps are no proof: ranks that wait for a
-        failed one may still report them. With ``before_nccl`` the code must also come before NCCL's first line, in the
-        file that states the end: then it is of an earlier step.
+        failed one may still report them. With ``before_nccl`` the code must also come before NCCL's first line, or
+        before torchrun started its ranks again, in the file that states the end: then it is of an earlier step.
         """
         rows = [(file, row) for (other, file), row in self.last_lines.items() if other == code]
         if before_nccl:
-            return bool(rows) and all(row < min(self.ended.get(file, 0), self.began.get(file, 0)) for file, row in rows)
+            ends, starts = self.ended, self.began | self.attempts
+            return bool(rows) and all(row < min(ends.get(file, 0), starts.get(file, 0)) for file, row in rows)
         unstated = float("inf") if self.facts.finished else 0
         return bool(rows) and all(
             row < max(self.ended.get(file, unstated), self.steps.get(file, (0,))[0]) for file, row in rows

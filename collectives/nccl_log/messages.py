@@ -68,7 +68,7 @@ class Tally(Firsts[Key, int], Counter[Key]):
 
 
 def merge_attributes(target: object, theirs: object, names: Iterable[str]) -> None:
-    """Merge these attributes of `theirs` into `mine`: add tables, and take the larger of two plain values.
+    """Merge these attributes of `theirs` into `target`: add tables, and take the larger of two plain values.
 
     None is the smallest value, and True is larger than False.
     """

@@ -17,7 +17,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median, median_low
 from typing import Literal
 
@@ -368,7 +368,7 @@ class Search:
             times["receives", target].append(seconds / middle)
         # A score needs two partners that are not suspects, because a good node with suspects only would look slow.
         pairs = {row[:2] for row in rows}
-        good = {end for pair in pairs for end in pair if is_group or self._is_clean(end)}
+        good = {end for end in set(chain(*pairs)) if is_group or self._is_clean(end)}
         partners = Counter(("sends", source) for source, target in pairs if target in good or not good)
         partners.update(("receives", target) for source, target in pairs if source in good or not good)
         scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from contracts import bounded, plain
 
@@ -171,7 +171,7 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     origin = source or f"rank {rank}"
     try:
         dump = plain.loads(raw, unknown_numbers=True) if raw.lstrip()[:1] == b"{" else unpickle(raw)
-    except (plain.PlainError, PickleError, UnicodeDecodeError) as error:
+    except (plain.PlainError, RankFileError, UnicodeDecodeError) as error:
         raise RankFileError(f"{origin}: no dump of a flight recorder: {error}") from None
     if not isinstance(dump, dict) or not isinstance(dump.get("entries", []), list) or "version" not in dump:
         raise RankFileError(f"{origin}: no dump of a flight recorder: must hold `version` and `entries`")
@@ -192,8 +192,8 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
             newest[call.group] = max(call.number, newest.get(call.group, 0))
     status = dump.get("pg_status")  # what the ring has lost by now counts, too
     for name, row in status.items() if isinstance(status, dict) else ():
-        if isinstance(row, dict) and _is_whole(row.get("last_enqueued_collective")):
-            newest[str(name)] = max(row["last_enqueued_collective"], newest.get(str(name), 0))
+        if isinstance(row, dict) and (last := read_whole(row.get("last_enqueued_collective"))) is not None:
+            newest[str(name)] = max(last, newest.get(str(name), 0))
     return RankTrace(rank=rank, calls=calls, groups=members, names=names, enqueued=newest)
 
 
@@ -227,22 +227,22 @@ def _read_ranks(value: Any) -> tuple[int, ...]:
 
 def _read_call(entry: Mapping[str, Any]) -> Call | None:
     name, group = entry.get("profiling_name"), entry.get("process_group")
-    p2p, created = entry.get("is_p2p") is True, entry.get("time_created_ns")
-    number = entry.get("p2p_seq_id" if p2p else "collective_seq_id")
-    if not isinstance(name, str) or not _is_pair(group) or not _is_whole(number):
+    p2p, created = entry.get("is_p2p") is True, read_whole(entry.get("time_created_ns"))
+    number = read_whole(entry.get("p2p_seq_id" if p2p else "collective_seq_id"))
+    if not isinstance(name, str) or not _is_pair(group) or number is None:
         return None
     backend, _, op = name[:200].rpartition(":")
     peer = _PEER.match(op)
     over = entry.get("state") == "completed" or (entry.get("retired") is True and backend != "nccl")
     return Call(
-        group=group[0][:200] if group else "", number=number or 0, op=peer[1] if peer else op,
-        record=entry["record_id"] if _is_whole(entry.get("record_id")) else 0, p2p=p2p,
+        group=group[0][:200] if group else "", number=number, op=peer[1] if peer else op,
+        record=read_whole(entry.get("record_id")) or 0, p2p=p2p,
         peer=int(peer[3][:9]) if peer else None,
-        sizes=tuple(tuple(n for n in row[:8] if _is_whole(n)) for row in _list(entry.get("input_sizes"))[:8]
-                    if isinstance(row, list | tuple)),
+        sizes=tuple(tuple(n for n in row[:8] if read_whole(n) is not None)
+                    for row in _list(entry.get("input_sizes"))[:8] if isinstance(row, list | tuple)),
         dtypes=tuple(str(dtype)[:20] for dtype in _list(entry.get("input_dtypes"))[:8] if isinstance(dtype, str)),
         done=over, started=entry.get("state") == "started", is_ahead=backend == "nccl", seconds=_read_duration(entry),
-        created=created / 1e9 if _is_whole(created) and created else None,
+        created=created / 1e9 if created else None,
         frames=_read_frames(entry),
     )  # fmt: skip
 
@@ -251,8 +251,9 @@ def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+def read_whole(value: Any) -> int | None:
+    """Return a value that is a whole number of 63 bits, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None
 
 
 def _read_duration(entry: Mapping[str, Any]) -> float | None:
@@ -260,20 +261,16 @@ def _read_duration(entry: Mapping[str, Any]) -> float | None:
     measured = entry.get("duration_ms")
     if isinstance(measured, int | float) and not isinstance(measured, bool) and 0 <= measured < 1e9:
         return measured / 1e3
-    began, over = (entry.get(f"time_discovered_{event}_ns") for event in ("started", "completed"))
-    return (over - began) / 1e9 if _is_whole(began) and _is_whole(over) and over >= began > 0 else None
+    began, over = (read_whole(entry.get(f"time_discovered_{event}_ns")) or 0 for event in ("started", "completed"))
+    return (over - began) / 1e9 if over >= began > 0 else None
 
 
 def _read_frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the frames of the caller, innermost first. Those of torch itself are used only if there is no other."""
     rows = [frame for frame in _list(entry.get("frames")) if isinstance(frame, dict)]
-    user_frames = [frame for frame in rows if "-packages/torch/" not in str(frame.get("filename"))]
-    return tuple(map(_format_frame, (user_frames or rows)[:_FRAMES]))
-
-
-def _format_frame(frame: Mapping[str, Any]) -> str:
-    parts = [str(frame.get(name, ""))[-120:] for name in ("filename", "line", "name")]
-    return f"{parts[0].rpartition('/')[2]}:{parts[1]} {parts[2]}"
+    rows = [frame for frame in rows if "-packages/torch/" not in str(frame.get("filename"))] or rows
+    parts = ([str(row.get(name, ""))[-120:] for name in ("filename", "line", "name")] for row in rows[:_FRAMES])
+    return tuple(f"{file.rpartition('/')[2]}:{line} {name}" for file, line, name in parts)
 
 
 def read_file(path: Path) -> RankTrace:
@@ -321,37 +318,33 @@ _PLAIN = (  # noqa: SIM905 - a list of 40 quoted words takes three times the lin
 ).split()
 
 
-class PickleError(ValueError):
-    """The bytes are no pickle, hold more than plain values, or take too much time or memory."""
-
-
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, _module: str, _name: str) -> Any:
         """Refuse every name."""
-        raise PickleError("names a class or a function")
+        raise RankFileError("names a class or a function")
 
 
 def _check(raw: bytes) -> None:
-    """Raise PickleError if the bytes contain more than plain values, or too many of them."""
+    """Raise RankFileError if the bytes contain more than plain values, or too many of them."""
     until, tuples = time.thread_time() + MOST_SECONDS, 0
     for number, (opcode, value, _) in enumerate(pickletools.genops(raw)):
         tuples += "TUPLE" in opcode.name
         if opcode.name not in _PLAIN:
-            raise PickleError(f"an opcode {opcode.name} that plain values do not take")
+            raise RankFileError(f"an opcode {opcode.name} that plain values do not take")
         if number >= MOST_OPCODES or tuples > MOST_TUPLES:
-            raise PickleError(f"more than {MOST_OPCODES} values, or {MOST_TUPLES} tuples")
+            raise RankFileError(f"more than {MOST_OPCODES} values, or {MOST_TUPLES} tuples")
         if isinstance(value, int) and (value.bit_length() > 64 or ("BINPUT" in opcode.name and value > number)):
-            raise PickleError("a whole number of more than 64 bits, or a place for a value beyond all values")
+            raise RankFileError("a whole number of more than 64 bits, or a place for a value beyond all values")
         if number % _LOOK == 0 and time.thread_time() > until:
-            raise PickleError(f"reading it takes more than {MOST_SECONDS:.0f} s of CPU")
+            raise RankFileError(f"reading it takes more than {MOST_SECONDS:.0f} s of CPU")
 
 
 def unpickle(raw: bytes) -> Any:
-    """Return the value. Raises PickleError; nothing that the pickle names is ever run."""
+    """Return the value. Raises RankFileError; nothing that the pickle names is ever run."""
     try:
         _check(raw)
         return _PlainUnpickler(io.BytesIO(raw), encoding="utf-8", errors="replace").load()
-    except PickleError:
+    except RankFileError:
         raise
     except Exception as error:  # noqa: BLE001 - any error of Python's reader for bytes that are no pickle
-        raise PickleError(f"no pickle: {type(error).__name__}: {error}") from None
+        raise RankFileError(f"no pickle: {type(error).__name__}: {error}") from None

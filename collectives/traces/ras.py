@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from collectives.traces.rank_files import read_whole
 from contracts import plain
 from contracts.tables import read_patterns
 
@@ -96,9 +97,9 @@ def _read_json(text: str) -> RasReport:
         ranks = {rank.rank: rank for rank in (_rank(r, here=True) for r in _read_rows(row, "ranks")) if rank}
         ranks |= {rank.rank: rank for rank in (_rank(r, here=False) for r in _read_rows(row, "missing_ranks")) if rank}
         identity = f"{row.get('hash')}/{row.get('secondary_hash')}"[:100]
-        comms.append(RasComm(id=identity, size=_whole(row.get("size")) or len(ranks), ranks=ranks))
+        comms.append(RasComm(id=identity, size=read_whole(row.get("size")) or len(ranks), ranks=ranks))
     ras = report.get("ras")
-    timeouts = _whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
+    timeouts = read_whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
     largest = max((comm.size for comm in comms), default=0)
     return RasReport(comms=tuple(comms), timeouts=timeouts or 0, total=len(comms), most=largest)
 
@@ -108,12 +109,8 @@ def _read_rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return [item for item in rows[:MOST_RANKS] if isinstance(item, dict)] if isinstance(rows, list) else []
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-
 def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
-    number, status = _whole(row.get("rank")), row.get("status")
+    number, status = read_whole(row.get("rank")), row.get("status")
     if number is None:
         return None
     state = status if isinstance(status, dict) else {}
@@ -124,8 +121,8 @@ def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
     counts = row.get("collective_counts")
     return RasRank(
         rank=number, host=str(row["host"])[:253] if isinstance(row.get("host"), str) else None,
-        pid=_whole(row.get("pid")), gpu=_whole(row.get("nvml_dev")), missing=missing,
-        counts={str(k)[:40]: n for k, v in counts.items() if (n := _whole(v)) is not None}
+        pid=read_whole(row.get("pid")), gpu=read_whole(row.get("nvml_dev")), missing=missing,
+        counts={str(k)[:40]: n for k, v in counts.items() if (n := read_whole(v)) is not None}
         if isinstance(counts, dict) else {},
     )  # fmt: skip
 

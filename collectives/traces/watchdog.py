@@ -78,6 +78,8 @@ class _Reader:
         self.enqueued: dict[tuple[int, str], int] = {}
         self.own: dict[tuple[int, str], int] = {}
         self.default: set[str] = set()
+        self.stacks: dict[tuple[int, int], list[str]] = {}  # by rank and number of its call that timed out: frames
+        self.stack: list[str] | None = None  # that is being read
         self.before: tuple[int, str, int] | None = None  # rank, group, own rank of the line before: a line may be torn
 
     def line(self, line: str) -> None:
@@ -130,7 +132,14 @@ class _Reader:
             self.report.joins.pop(match[1], None)
 
     def end_of_run(self, line: str) -> None:
-        """Read a line about the end of the run: a signal to torchrun, the program, or a call that gloo refused."""
+        """Read a line about the end: a signal to torchrun, a call that gloo refused, the stack of a late call."""
+        if self.stack is not None and (frame := _TEXTS["frame"].search(line)):
+            if "-packages/torch/" not in frame[2] and len(self.stack) < MOST_FRAMES:
+                self.stack.append(f"{frame[3]} {frame[1]}")
+        else:
+            failed = _TEXTS["failed"].search(line) if self.timed_out else None
+            key = failed and len(self.stacks) < MOST and (int(failed[1]), self.timed_out[-1].call.number)
+            self.stack = self.stacks.setdefault(key, []) if key else None
         if ended := _TEXTS["terminated"].search(line):
             self.report.terminated.add(int(ended[1]))
         if (unused := _TEXTS["unused"].search(line)) and not self.report.unused.startswith(_NAMES):
@@ -184,7 +193,8 @@ class _Reader:
             if not entry.prefixed and (entry.own, entry.call.number) in prefixed:
                 continue  # the exception says the same once more, without the prefix
             group = entry.call.group or self.at.get((entry.rank, entry.call.number), "")
-            call, groups = replace(entry.call, group=group), calls.setdefault(entry.rank, {})
+            frames = tuple(self.stacks.get((entry.rank, entry.call.number), ()))
+            call, groups = replace(entry.call, group=group, frames=frames), calls.setdefault(entry.rank, {})
             if group:
                 self.own.setdefault((entry.rank, group), entry.own)
             # Of several calls, a rank waits in the first. A line without sizes was cut, so one with sizes is preferred.
@@ -244,33 +254,30 @@ def _name_call(op: str, sizes: tuple[int, ...]) -> str:
 # Python stacks of ranks: `py-spy dump`, faulthandler, and the dumps of torch.distributed.debug ------------------------
 #
 # Specification: py-spy 0.4 (src/dump.rs), Python's Lib/test/test_faulthandler.py, and torch/distributed/debug/
-# _debug_handlers.py of 2.13, which writes "=== Rank N: ADDRESS ===" before one of the two. Only the main thread counts,
-# because it is the one that trains.
+# _debug_handlers.py of 2.13, which writes "=== Rank N: ADDRESS ===" before one of the two. The main thread counts,
+# because it is the one that trains, and while it waits for the backward pass also a thread that is in a collective.
 
 _STACKS = read_patterns(__file__, "texts.toml", "stacks", str)
 MOST_FRAMES = 64
 MOST_STACKS = 1 << 16
 
 
-@dataclass(slots=True, kw_only=True)
-class Stack:
-    """The main thread of one process."""
+class StackReader:
+    """Finds the stacks of main threads in a text; `rank` is that of the text, if the name of its file has one."""
 
-    rank: int | None = None  # None if the text does not name it
-    pid: int | None = None
-    frames: tuple[str, ...] = ()  # innermost first: "train.py:31 step"
-
-
-class _StackReader:
-    def __init__(self, rank: int | None) -> None:
+    def __init__(self, rank: int | None = None) -> None:
         self.rank = rank
         self.pid: int | None = None
-        self.found: list[Stack] = []
+        # by rank and process, as far as the text names them: frames, innermost first: "train.py:31 step"
+        self.found: dict[tuple[int | None, int | None], tuple[str, ...]] = {}
         self.frames: list[str] = []  # of the thread that is read
         self.is_main = False
         self.best: tuple[bool, tuple[str, ...]] = (False, ())  # whether the main thread is certain, and its frames
+        self.in_call: tuple[str, ...] = ()  # frames of a thread that is in torch.distributed
 
     def line(self, line: str) -> None:
+        """Read a line."""
+        line = line.rstrip()[:1000]
         if (rank := _STACKS["rank"].match(line)) and int(rank[1] or rank[2]) != self.rank:
             self.end_process()
             self.rank, self.pid = int(rank[1] or rank[2]), None
@@ -279,35 +286,30 @@ class _StackReader:
             self.end_process()
             self.pid = int(process[1])
         elif (thread := _STACKS["py_spy"].match(text)) or _STACKS["fault"].match(text):
-            self.end_thread()
+            self._end_thread()
             self.is_main = bool(thread and thread[1] == "MainThread")
         elif frame := _STACKS["py_spy_frame"].match(text):
-            self.add(frame[2], frame[3], frame[1])
+            self._add(frame[2], frame[3], frame[1])
         elif frame := _STACKS["fault_frame"].match(text):
-            self.add(*frame.groups())
+            self._add(*frame.groups())
 
-    def add(self, file: str, line: str, function: str) -> None:
+    def _add(self, file: str, line: str, function: str) -> None:
         if len(self.frames) < MOST_FRAMES:
             self.frames.append(f"{file.rpartition('/')[2]}:{line} {function}")
 
-    def end_thread(self) -> None:
+    def _end_thread(self) -> None:
         # the main thread runs the module of the script; otherwise it is the last one that faulthandler lists
         is_main = self.is_main or any(frame.endswith(" <module>") for frame in self.frames)
         if self.frames and (is_main or not self.best[0]):
             self.best = is_main, tuple(self.frames)
+        if any(frame.startswith("distributed_c10d.py:") for frame in self.frames):
+            self.in_call = tuple(self.frames)
         self.frames, self.is_main = [], False
 
     def end_process(self) -> None:
-        self.end_thread()
+        """Store the stack of the process that was read."""
+        self._end_thread()
         if self.best[1] and len(self.found) < MOST_STACKS:
-            self.found.append(Stack(rank=self.rank, pid=self.pid, frames=self.best[1]))
-        self.best, self.pid = (False, ()), None
-
-
-def read_stacks(lines: Iterable[str], *, rank: int | None = None) -> list[Stack]:
-    """Return the stacks of the main threads in a text; `rank` is that of the text, if the name of its file has one."""
-    reader = _StackReader(rank)
-    for line in lines:
-        reader.line(line.rstrip()[:1000])
-    reader.end_process()
-    return reader.found
+            is_backward = _STACKS["backward"].match(self.best[1][0])
+            self.found[self.rank, self.pid] = (*(self.in_call if is_backward else ()), *self.best[1])
+        self.best, self.in_call, self.pid = (False, ()), (), None

@@ -22,7 +22,7 @@ from contracts.tables import read_table
 from hardware.gpus import find_gpu
 from planner.forecast.compute import Job
 from planner.forecast.memory import SAFE_SHARE
-from planner.forecast.models import model_from_config
+from planner.forecast.models import read_model
 from planner.forecast.specs import PlanError, TrainSpec
 
 SCHEMA_VERSION = 1
@@ -111,7 +111,7 @@ def apply_calibration(calibration: Calibration, job: Job) -> Job:
         inputs.append(f"GEMM {rates.gemm / 1e9:.4g} GFLOP/s on {calibration.device}: measured")
     if calibration.layer:
         timing = calibration.layer
-        model = model_from_config({
+        model = read_model({
             "model_type": "llama", "hidden_size": timing.hidden, "num_attention_heads": timing.heads,
             "num_key_value_heads": timing.kv_heads, "intermediate_size": timing.ffn, "num_hidden_layers": 1,
             "vocab_size": 32000,

@@ -192,6 +192,7 @@ class Engine:
     compile: bool = False
     reshard: bool = True  # may keep the gathered weights between forward and backward
     loads_quantised: bool = False  # adapters on weights that were already quantised
+    quantises_whole: bool = False  # each rank's GPU holds all 4-bit weights until the stack shards them
     copies_kv_heads: bool = False  # if there are fewer of them than tensor-parallel ranks
     # kernels
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert

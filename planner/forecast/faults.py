@@ -71,7 +71,7 @@ def find_socket_speed(snapshot: Snapshot | None, names: str | None) -> Speed:
     return Speed(bytes_per_second=rate, how="derived", link=f"TCP over {name}", why=f"an interface of {wire:.4g} Gb/s")
 
 
-def _sockets(now: ClusterState, host: str, finding: Finding) -> None:
+def _use_sockets(now: ClusterState, host: str, finding: Finding) -> None:
     network = now.links.network
     if network is None or network.how == "measured" or network.link == "NVLink":
         return
@@ -82,7 +82,7 @@ def _sockets(now: ClusterState, host: str, finding: Finding) -> None:
     now.words.append(f"{finding.code}: no RDMA, {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
+def _use_host(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
     network = now.links.network
     if network is None or network.how == "measured" or network.link not in ("RDMA", "EFA", "network"):
         return
@@ -94,7 +94,7 @@ def _through_host(now: ClusterState, host: str, finding: Finding) -> None:  # no
     now.words.append(f"{finding.code}: {slow.link} at {slow.bytes_per_second / GIGA:.3g} GB/s per node")
 
 
-def _through_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
+def _use_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa: ARG001 - applies to every host
     """GPUs without peer access copy through host memory; the rate is limited by their links to the host."""
     links = now.links
     if links.node.how == "measured" or links.island_size >= links.ranks_per_node:
@@ -113,7 +113,7 @@ def _find_gpu(now: ClusterState, host: str, finding: Finding) -> Gpu | None:
     return next((g for g in facts.gpus if _is_about(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
 
 
-def _clock(now: ClusterState, host: str, finding: Finding) -> None:
+def _limit_clock(now: ClusterState, host: str, finding: Finding) -> None:
     """Set the fraction of the maximum clock measured under load; if unknown, half, as documented in nvml.h."""
     gpu = _find_gpu(now, host, finding)
     read = None
@@ -131,7 +131,7 @@ def _clock(now: ClusterState, host: str, finding: Finding) -> None:
     now.words.append(f"{finding.code} on {finding.subject}: {at}{read:.0%} of its highest clock; all ranks wait for it")
 
 
-def _power(now: ClusterState, host: str, finding: Finding) -> None:
+def _limit_power(now: ClusterState, host: str, finding: Finding) -> None:
     """Set the clock that the power limit allows."""
     gpu = _find_gpu(now, host, finding)
     if gpu is None or not gpu.power_limit_watts or not gpu.power_limit_default_watts:
@@ -174,8 +174,8 @@ def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology
 
 _TABLE = read_table(__file__, "faults.toml")
 _SLOW: Mapping[str, Slow] = {
-    "sockets": _sockets, "through_host": _through_host, "through_memory": _through_memory, "clock": _clock,
-    "power": _power,
+    "sockets": _use_sockets, "through_host": _use_host, "through_memory": _use_memory, "clock": _limit_clock,
+    "power": _limit_power,
 }  # fmt: skip
 _HOW = {code: name for name, codes in _TABLE["slow"].items() for code in codes}
 _SHOWN = {code: note for note, codes in _TABLE["shown"].items() for code in codes}

@@ -279,7 +279,7 @@ def _find_network(cluster: ClusterTopology) -> Speed:
     return unknown_network(link if link != "network" else "TCP")
 
 
-def links_of(
+def make_links(
     cluster: ClusterTopology, measurements: Sequence[Measurement] = (), *, ranks_per_node: int | None = None
 ) -> Links:
     """Return the bandwidths of a cluster; measured values take precedence over derived, then assumed ones."""

@@ -55,21 +55,20 @@ def memory_parts(
     gathered = engine.gathered(share)
     layer, activations, logits = _count_stored(engine, share, first_stage=first_stage)
     gradients, activations, logits = _count_backward(engine, share, gradients, layer, activations, logits)
-    live = in_weights + gradients + optimizer + gathered + activations + logits
+    live = (in_weights, gradients, optimizer, gathered, activations, logits)
     several = layout.world_size > 1
     buckets = engine.bucket_bytes if layout.data_parallel > 1 else 0.0
-    return MemoryParts(
-        weights=in_weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        gathered=gathered,
-        activations=activations,
-        logits=logits,
+    parts = MemoryParts(
+        *live,
         # CUDA's caching allocator; on a CPU the job counts allocations (finetune/recorder.py, return_freed)
-        fragmentation=0.0 if on_cpu else live * (FRAGMENTATION - 1.0),
+        fragmentation=0.0 if on_cpu else sum(live) * (FRAGMENTATION - 1.0),
         reserved=0.0 if on_cpu else _RESERVED_BYTES + several * RESERVED_RANKS_BYTES + buckets,
         context=_CPU_BYTES if on_cpu else _CONTEXT_BYTES + several * NCCL_BYTES,
     )
+    if not (engine.quantises_whole and share.sharded and train.method == "qlora"):
+        return parts
+    loading = MemoryParts(weights=_count_frozen(engine, share, sharded=False), context=parts.context)
+    return max(parts, loading, key=lambda each: each.total)
 
 
 def count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
@@ -80,16 +79,11 @@ def count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
         return share.part(share.trained, share.routed_trained, sharded=sharded)
 
     gradients, optimizer = trained(engine.shards_gradients(share)), trained(share.zero > 0)
-    scales = NF4_SCALES * (share.local - share.ends) if share.train.method == "qlora" else 0.0
     if share.adapters:
         adapter = 4.0 if share.in_fp32 else engine.adapter_bytes
-        loaded = engine.loaded_bytes(share)
-        frozen = share.frozen_bytes if share.train.method == "qlora" else loaded
-        layers = frozen * share.part(share.local - share.ends, share.routed, sharded=share.zero == 3)
-        ends = loaded * share.part(share.ends, 0.0, sharded=share.zero == 3)
         # Modules that PEFT copies to train them fully stay in the model's type, and so do their states.
-        mean = adapter + (loaded - adapter) * share.whole / max(1.0, share.trained)
-        in_weights = layers + ends + mean * trained(share.zero == 3) + scales
+        mean = adapter + (engine.loaded_bytes(share) - adapter) * share.whole / max(1.0, share.trained)
+        in_weights = _count_frozen(engine, share, sharded=share.zero == 3) + mean * trained(share.zero == 3)
         gradients, optimizer = mean * gradients, 2.0 * mean * optimizer
     else:
         each = engine.state_bytes(share)
@@ -98,8 +92,19 @@ def count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
     if layout.offload != "none":
         optimizer = 0.0
     if layout.offload == "all":
-        in_weights, gradients = scales, 0.0
+        in_weights, gradients = _count_scales(share), 0.0
     return in_weights, gradients, optimizer
+
+
+def _count_scales(share: Share) -> float:
+    return NF4_SCALES * (share.local - share.ends) if share.train.method == "qlora" else 0.0
+
+
+def _count_frozen(engine: Engine, share: Share, *, sharded: bool) -> float:
+    loaded = engine.loaded_bytes(share)
+    each = share.frozen_bytes if share.train.method == "qlora" else loaded
+    layers = each * share.part(share.local - share.ends, share.routed, sharded=sharded)
+    return layers + loaded * share.part(share.ends, 0.0, sharded=sharded) + _count_scales(share)
 
 
 def checkpoint_bytes(model: ModelSpec, train: TrainSpec, *, in_fp32: bool) -> float:

@@ -85,7 +85,7 @@ def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | Non
     return default
 
 
-def model_from_config(config: Mapping[str, Any], name: str | None = None, *, any_type: bool = False) -> ModelSpec:
+def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: bool = False) -> ModelSpec:
     """Return the shape that a Hugging Face config.json describes.
 
     `any_type`: for an unknown architecture, use the key names that most classes share. Biases and norms, which are some
@@ -278,13 +278,13 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     return (window, None if sliding == layers else sliding) if sliding else (None, None)
 
 
-def model_from_file(path: Path, *, any_type: bool = False) -> ModelSpec:
-    """Read a config.json, or the folder with one; `any_type` as in model_from_config. Raises ModelError."""
+def read_model_file(path: Path, *, any_type: bool = False) -> ModelSpec:
+    """Read a config.json, or the folder with one; `any_type` as in read_model. Raises ModelError."""
     path = path / "config.json" if os.path.isdir(path) else path
     try:
         config = plain(bounded.read(path, _MAX_CONFIG_BYTES))
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return model_from_config(config, name=name, any_type=any_type)
+        return read_model(config, name=name, any_type=any_type)
     except bounded.TooLargeError as error:
         raise ModelError(f"{path}: {error}, so it is not a config.json") from None
     except OSError as error:

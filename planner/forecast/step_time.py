@@ -180,7 +180,7 @@ class _ExchangeTimes(NamedTuple):
     copied: float = 0.0
 
 
-def step_parts(job: Job, layout: Layout) -> StepParts:
+def forecast_step(job: Job, layout: Layout) -> StepParts:
     """Forecast the step time of one layout."""
     step = prepare_step(job, job.engine.as_run(layout))
     layout, cost = step.layout, step.cost

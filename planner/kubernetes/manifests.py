@@ -71,7 +71,7 @@ def parse_toleration(taint: str) -> dict[str, str]:
 
 
 def check_form(form: str, setting: str, value: str) -> None:
-    """Raise JobError if a value does not match a format of names.toml; `what` ("name=") precedes it in the message."""
+    """Raise JobError if a value does not match a format of names.toml; `setting` ("name=") precedes it."""
     if not _has_form(form, value):
         raise JobError(f"{setting}{value!r}: must be {read_table(__file__, 'names.toml')[form]['words']}")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from planner.advice import Recommendation
 from planner.kubernetes.manifests import Document, JobError, check_form, from_template
-from planner.nccl_env.devices import PortChoice, choose_ports, exact_if_needed
+from planner.nccl_env.devices import PortChoice, choose_ports, make_exact
 from planner.nccl_env.rdma import hca_list
 from planner.nccl_env.situation import NodeView, PortView, Setting, networks as subnets, setting, some
 from probes.api import Snapshot
@@ -88,7 +88,7 @@ def _make_settings(
 ) -> list[Setting]:
     if backend != "nccl":
         return [setting("rails.gloo", "net1", evidence)]
-    name = exact_if_needed(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
+    name = make_exact(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
     settings = [setting("rails.first", name, evidence)]
     values, has_others = set(), False
     for node, ports in zip(nodes, rails, strict=True):

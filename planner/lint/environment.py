@@ -33,11 +33,11 @@ from planner.nccl_env import (
     NcclName,
     Platform,
     Version,
+    find_platform,
+    find_plugin_of,
     names,
     nearest,
     newest_read,
-    platform_of_plugin,
-    plugin_of,
     replacement,
     torch_names,
     version_text,
@@ -100,7 +100,7 @@ def lint(
     }
     case = _Case(
         version=nccl_version, machine=machine, named=read,
-        plugin=plugin, vendor=platform_of_plugin(environment),
+        plugin=plugin, vendor=find_platform(environment),
         carrier=find_other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _uses_plugin(environment: Mapping[str, str], machine: ProbedMachine | None, 
 
 
 def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) -> Iterator[Finding]:
-    """Check a name and, if `known`, its value; otherwise `value` is the source text of an unknown value."""
+    """Check a name and, if `resolved`, its value; otherwise `value` is the source text of an unknown value."""
     entry, version = names().get(name), case.version
     if name in RESERVED and ("TrainJob" in case.named.source or "TrainingRuntime" in case.named.source):
         yield finding("env.name.reserved", name, value)
@@ -144,7 +144,7 @@ def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) ->
     else:
         if resolved and case.machine is None:
             yield from check_kind(name, value)
-        if plugin_of(name):
+        if find_plugin_of(name):
             return
         if entry is None:
             yield from _check_unknown_nccl(name, value, case)

@@ -19,10 +19,10 @@ from planner.lint.values import NameList, find_other_net, strtoll
 from planner.nccl_env import Version, version_text
 from planner.nccl_env.devices import (
     UNFIT_ROLES,
-    best_interface,
+    choose_best_interface,
     choose_ports,
     gid_index_problem,
-    running_interfaces,
+    list_running,
 )
 from planner.nccl_env.situation import NodeView, PortView, p2p_level_effect
 from probes.api import Snapshot
@@ -119,7 +119,7 @@ def _check_interfaces(environment: Mapping[str, str], node: NodeView) -> Iterato
     facts = node.facts(InterfacesFacts)
     if facts is None or len(value) <= 1:
         return
-    name_list, running = NameList.parse(value), running_interfaces(facts)
+    name_list, running = NameList.parse(value), list_running(facts)
     selected = [each for each in running if name_list.takes(each.name)]
     evidence = f"running interfaces: {', '.join(each.name for each in running) or 'none'}"
     if not selected:
@@ -130,7 +130,7 @@ def _check_interfaces(environment: Mapping[str, str], node: NodeView) -> Iterato
             others = ", ".join(each for each in caught if each != entry)
             yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=others)
     if unfit := [each for each in selected if each.role in UNFIT_ROLES]:  # other nodes cannot reach them
-        best, first = best_interface(node), selected[0] in unfit
+        best, first = choose_best_interface(node), selected[0] in unfit
         effect = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
         yield finding(
             "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),

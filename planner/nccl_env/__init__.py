@@ -105,7 +105,7 @@ def plugin_names() -> tuple[PluginName, ...]:
     return tuple(sorted(rows, key=lambda each: (each.prefix, each.name)))
 
 
-def plugin_of(name: str) -> PluginName | None:
+def find_plugin_of(name: str) -> PluginName | None:
     """Return the plugin that reads a variable; None if there is none."""
     return next(
         (each for each in plugin_names() if name == each.name or (each.prefix and name.startswith(each.name))), None
@@ -114,7 +114,7 @@ def plugin_of(name: str) -> PluginName | None:
 
 def is_read(name: str) -> bool:
     """Whether NCCL, PyTorch or a plugin reads the variable, and not only scripts."""
-    entry, plugin = names().get(name), plugin_of(name)
+    entry, plugin = names().get(name), find_plugin_of(name)
     of_build = re.search(r"_(?:VERSION|HOME|PREFIX|REPO|BRANCH|TAG|URL|COMMIT)\Z", name)
     of_plugin = plugin is not None and plugin.plugin not in ("build", "nccl-tests") and not (plugin.prefix and of_build)
     of_plugin = of_plugin or name in torch_names()
@@ -212,14 +212,14 @@ def platforms() -> tuple[Platform, ...]:
     return tuple(rows)
 
 
-def platform_of_plugin(environment: Mapping[str, str]) -> Platform | None:
+def find_platform(environment: Mapping[str, str]) -> Platform | None:
     """Return the platform whose network plugin an environment configures, from variable families that only it reads.
 
     Of several platforms with this plugin, the one with whose published values most of the environment agrees.
     """
 
     def families(names: Iterable[str]) -> set[str]:
-        return {each.plugin for name in names if (each := plugin_of(name)) is not None and each.prefix}
+        return {each.plugin for name in names if (each := find_plugin_of(name)) is not None and each.prefix}
 
     configured, net = families(environment), environment.get("NCCL_NET")
     rows = [row for row in platforms() if row.plugin and (

@@ -38,7 +38,7 @@ UNFIT_ROLES = ("loopback", "docker", "bridge", "virtual")
 """Roles of interfaces that do not lead to other nodes."""
 
 
-def running_interfaces(facts: InterfacesFacts) -> list[Interface]:
+def list_running(facts: InterfacesFacts) -> list[Interface]:
     """Return the interfaces among which NCCL selects: running interfaces with an address."""
     return [each for each in facts.interfaces if _is_running(each) and each.addresses]
 
@@ -63,7 +63,7 @@ def _rank_interface(node: NodeView, interface: Interface) -> tuple[float, ...]:
     return (not behind_hca, not secondary, overlay, -speed, facts is None or interface.name != facts.default_route)
 
 
-def best_interface(node: NodeView) -> Interface | None:
+def choose_best_interface(node: NodeView) -> Interface | None:
     """Return the interface with the best connection to other nodes; None if there is none or if unknown."""
     usable = [each for each in node.links if _is_usable(each)]
     return min(usable, key=lambda each: _rank_interface(node, each), default=None)
@@ -114,7 +114,7 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
         return None
     if case.one_node:
         return note("gloo.one_node")
-    picks = {node.hostname: best for node in case.nodes if (best := best_interface(node)) is not None}
+    picks = {node.hostname: best for node in case.nodes if (best := choose_best_interface(node)) is not None}
     if unread := case.unread_nodes(InterfacesFacts):
         return note("gloo.unread", case.unread("interfaces"), hosts=some(unread))
     if without := [node.hostname for node in case.nodes if node.hostname not in picks]:
@@ -127,12 +127,12 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
     return setting("gloo.name_it", names[0], evidence)
 
 
-def nccl_takes(facts: InterfacesFacts) -> tuple[str, ...]:
+def list_taken_by_nccl(facts: InterfacesFacts) -> tuple[str, ...]:
     """Return the interfaces that NCCL's sockets use by default, in NCCL's order."""
-    return tuple(each.name for each in select_preferred_by_nccl(running_interfaces(facts)))
+    return tuple(each.name for each in select_preferred_by_nccl(list_running(facts)))
 
 
-def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
+def make_exact(names: Sequence[str], others: Iterable[str]) -> str:
     """Return a list for NCCL, which matches prefixes; with `=` if a prefix would also match one of `others`."""
     caught = [other for other in others if other not in names and other.startswith(tuple(names))]
     return ("=" if caught else "") + ",".join(names)
@@ -140,7 +140,7 @@ def exact_if_needed(names: Sequence[str], others: Iterable[str]) -> str:
 
 def _get_default_choice(node: NodeView) -> str | None:
     facts = node.facts(InterfacesFacts)
-    return (facts.nccl_choice or next(iter(nccl_takes(facts)), None)) if facts else None
+    return (facts.nccl_choice or next(iter(list_taken_by_nccl(facts)), None)) if facts else None
 
 
 _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
@@ -148,7 +148,7 @@ _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the 
 
 def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | None:
     """Return the interfaces to set, with reason; None if this node does not need the variable."""
-    best, facts, unasked = best_interface(node), node.facts(InterfacesFacts), _get_default_choice(node)
+    best, facts, unasked = choose_best_interface(node), node.facts(InterfacesFacts), _get_default_choice(node)
     if best is None or facts is None or unasked is None:
         return None
     by_name = {each.name: each for each in reversed(node.links)}
@@ -167,7 +167,7 @@ def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | 
         problem = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": problem}
-    defaults = nccl_takes(facts)
+    defaults = list_taken_by_nccl(facts)
     others = [by_name[name] for name in defaults if name not in names]
     if sockets_carry_data and others and best.name in defaults:
         left = ", ".join(f"{each.name} ({each.role}{_format_speed(each)})" for each in others)
@@ -208,7 +208,7 @@ def _join_names(names: Mapping[str, tuple[str, ...]], judged: Sequence[NodeView]
     present = {node.hostname: {each.name for each in node.links} for node in judged}
     if any(present[host] & set(distinct) != set(selected) for host, selected in names.items()):
         return None
-    return exact_if_needed(distinct, {name for there in present.values() for name in there})
+    return make_exact(distinct, {name for there in present.values() for name in there})
 
 
 # RDMA ports.

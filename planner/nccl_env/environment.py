@@ -25,7 +25,7 @@ from planner.nccl_env.situation import (
     Setting,
     Situation,
     by_host,
-    cloud_of,
+    find_cloud,
     list_published,
     note,
     recognise,
@@ -71,7 +71,7 @@ def unread(case: Situation) -> Note | None:
     return note("gpu.unread", failed) if failed else None
 
 
-def amd(case: Situation) -> Note | None:
+def note_amd(case: Situation) -> Note | None:
     """Report AMD GPUs, which are not checked: for RCCL, NCCL's variables have another meaning or none."""
     if not case.amd:
         return None
@@ -120,7 +120,7 @@ def unknown_platform(case: Situation) -> Note | None:
         return None
     for node in case.nodes:
         info = node.facts(HostinfoFacts)
-        cloud = cloud_of(info) if info else None
+        cloud = find_cloud(info) if info else None
         if info is None or not (cloud or info.virtual_machine):
             continue
         machine = f"{cloud[1]}, {cloud[2]}" if cloud else info.virtual_machine
@@ -150,7 +150,7 @@ def _list_cassini(case: Situation) -> tuple[str, ...]:
     return next((nics for node in case.nodes if (nics := node.cxi())), ())
 
 
-def nvlink_between_nodes(case: Situation) -> str | None:
+def find_nvlink_between(case: Situation) -> str | None:
     """Return the evidence that NVLink connects nodes of this job (MNNVL); None if there is none."""
     if case.one_node:
         return None
@@ -169,7 +169,7 @@ def nvlink_between_nodes(case: Situation) -> str | None:
 
 def mnnvl(case: Situation) -> Note | None:
     """NCCL_MNNVL_ENABLE: enabled automatically, but requires IMEX."""
-    evidence = nvlink_between_nodes(case)
+    evidence = find_nvlink_between(case)
     return note("mnnvl", evidence) if evidence else None
 
 
@@ -262,7 +262,7 @@ def _list_needs(case: Situation) -> Iterator[Setting]:
         yield setting("pod.gpus", f"nvidia.com/gpu: {count}", f"{largest.hostname}: {count} GPUs")
     if case.one_node:
         return
-    if joined := nvlink_between_nodes(case):
+    if joined := find_nvlink_between(case):
         yield setting("pod.compute_domain", "resource.nvidia.com/v1beta1", joined)
     planned = (nic.kind for node in case.nodes if not node.snapshot for nic in node.nics)
     if case.rdma_ports or case.efa or case.cxi or set(planned) & set(RDMA_KINDS):
@@ -320,7 +320,7 @@ def _need_roce(node: NodeView) -> Iterator[Setting]:
         yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *extra)
 
 
-_FIRST = (unread, amd, devices.gloo_socket_ifname)
+_FIRST = (unread, note_amd, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
     vendor_script, published_values, unknown_platform, devices.socket_ifname, rdma.ib_hca,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,

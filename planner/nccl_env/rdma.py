@@ -16,10 +16,10 @@ from planner.nccl_env import version_text
 from planner.nccl_env.devices import (
     PortChoice,
     choose_ports,
-    exact_if_needed,
     is_software,
     is_unaddressed,
     is_virtual_function,
+    make_exact,
     subnet_prefix,
 )
 from planner.nccl_env.situation import (
@@ -41,7 +41,7 @@ from planner.nccl_env.situation import (
 )
 from probes.hostinfo.probe import HostinfoFacts
 from probes.rdma.facts import RdmaFacts
-from topology.derive import reference_of
+from topology.derive import find_reference
 
 Port = tuple[str, PortView]  # with its host
 
@@ -143,7 +143,7 @@ def _note_automatic(nodes: dict[str, NodeView], choices: dict[str, PortChoice]) 
 def _is_known_machine(node: NodeView, choice: PortChoice) -> bool:
     """Whether this is a known machine with exactly the vendor's number of RDMA devices for training."""
     count = len({view.device.name for view in choice.chosen})
-    row = reference_of(node.topology) if node.topology else None
+    row = find_reference(node.topology) if node.topology else None
     if row is not None and row.nics == count:
         return True
     names = platform.catalogue if (platform := recognise(node)) else ()
@@ -198,7 +198,7 @@ def hca_list(node: NodeView, choice: PortChoice) -> str:
     excluded = {view.device.name for view in ports if view.name not in names}
     used = [view for view in ports if view.name in names]
     entries = dict.fromkeys(view.name if view.device.name in excluded else view.device.name for view in used)
-    exact = exact_if_needed([view.device.name for view in used], {view.device.name for view in ports}).startswith("=")
+    exact = make_exact([view.device.name for view in used], {view.device.name for view in ports}).startswith("=")
     return ("=" if exact else "") + ",".join(entries)
 
 

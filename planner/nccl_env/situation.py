@@ -128,7 +128,7 @@ class NodeView:
         )
 
 
-def cloud_of(info: HostinfoFacts) -> tuple[str, str, str] | None:
+def find_cloud(info: HostinfoFacts) -> tuple[str, str, str] | None:
     """Return name and title of a machine's cloud, and the fact that identifies it; None if there is none."""
     of_dmi = f"DMI vendor {info.vendor or ''}, product {info.product or ''}"
     facts = {"chassis_asset_tag": f"chassis asset tag {info.chassis_asset_tag}",
@@ -140,7 +140,7 @@ def cloud_of(info: HostinfoFacts) -> tuple[str, str, str] | None:
     return None
 
 
-def fabrics(node: NodeView) -> dict[str, int]:
+def count_fabrics(node: NodeView) -> dict[str, int]:
     """Count the ports of each possible network between nodes: "efa", "cxi", "infiniband", "roce", "ethernet"."""
     counts = {"efa": node.efa_count(), "cxi": len(node.cxi())}
     for view in node.verbs_ports():
@@ -159,8 +159,8 @@ def recognise(node: NodeView) -> Platform | None:
     if info is None:
         sku = node.topology.sku if node.topology and not node.snapshot else None
         return next((row for row in platforms() if sku in row.catalogue), None)
-    cloud, names = cloud_of(info), " ".join(node.gpu_names())
-    there, is_amd = fabrics(node), bool(node.amd_gpus() and not node.gpu_count())
+    cloud, names = find_cloud(info), " ".join(node.gpu_names())
+    there, is_amd = count_fabrics(node), bool(node.amd_gpus() and not node.gpu_count())
     for row in platforms():
         conditions = (
             row.recognised and row.cloud in (None, cloud[0] if cloud else None),
@@ -361,7 +361,7 @@ class Situation:
         return None if self.nccl_version is None else self.nccl_version < release
 
 
-def situation(
+def make_situation(
     snapshots: Sequence[Snapshot], cluster: ClusterTopology, *, nccl_version: Version | None = None,
     multi_node: bool | None = None, ranks_per_node: int | None = None,
 ) -> Situation:  # fmt: skip
@@ -452,13 +452,13 @@ class Note:
 
 
 def note(key: str, evidence: str = "", /, *extra_keys: str, **fields: object) -> Note:
-    """Create a note with its text filled in; `more` are keys of texts to append."""
+    """Create a note with its text filled in; `extra_keys` are keys of texts to append."""
     row, text = _read_advice(key, *extra_keys, **fields)
     return Note(topic=row["name"], text=text, evidence=evidence)
 
 
 def setting(key: str, value: str, evidence: str, /, *extra_keys: str, **fields: object) -> Setting:
-    """Create a setting or a need with its reason filled in; `more` are keys of texts to append to its rule."""
+    """Create a setting or a need with its reason filled in; `extra_keys` are keys of texts to append to its rule."""
     row, text = _read_advice(key, *extra_keys, **fields)
     return Setting(name=row["name"], value=value, reason=Reason(rule=text, evidence=evidence, source=row["source"]))
 
@@ -495,13 +495,13 @@ def _describe_evidence(node: NodeView, row: Platform) -> str:
     info = node.facts(HostinfoFacts)
     if info is None:
         return f"{node.hostname} is a machine of the catalogue; no node was probed"
-    cloud = cloud_of(info)
+    cloud = find_cloud(info)
     parts = [cloud[2]] if cloud and row.cloud else []
     if row.product:
         parts.append(f"product {info.product}")
     if row.gpu:
         parts.append(", ".join(sorted(set(node.gpu_names()))))
     if row.fabric:
-        count = fabrics(node).get(row.fabric, 0)
+        count = count_fabrics(node).get(row.fabric, 0)
         parts.append(f"{count} {row.fabric} port{'' if count == 1 else 's'}")
     return f"{node.hostname}: {'; '.join(dict.fromkeys(parts))}"

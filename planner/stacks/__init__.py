@@ -223,7 +223,7 @@ TOPOFLIGHT = ENGINES["topoflight"]
 ENGINES["automodel"] = make_engine(ENGINES["torchtitan"], read_table(__file__, "automodel.toml"))
 
 
-def engine_named(name: str) -> Engine:
+def find_engine(name: str) -> Engine:
     """Return the engine for `TrainSpec.engine`; an unknown name raises an error with the known names."""
     if name not in ENGINES:
         raise PlanError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")

@@ -30,8 +30,7 @@ def judge(facts: RunFacts) -> Verdict:
         verdict = before if before.state in ("stuck", "failed") else reports.judge_end(facts)
         return replace(verdict or before, sources=_list_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
-    verdicts = [BlockedCalls(facts, traces, name).verdict() for name, traces in by_source.items() if traces]
-    calls = [verdict for verdict in verdicts if verdict is not None]
+    calls = [verdict for name, traces in by_source.items() if (verdict := BlockedCalls(facts, traces, name).verdict())]
     verdict = (
         reports.judge_meeting(facts)
         or reports.judge_clash(facts)
@@ -82,7 +81,7 @@ def _report_no_fault(facts: RunFacts) -> Verdict:
 def _list_sources(facts: RunFacts) -> tuple[str, ...]:
     counts: dict[str, tuple[str, Sized]] = {
         "flight recorder": ("rank", facts.traces), "rank states": ("rank", facts.states),
-        "processes": ("rank", facts.processes), "stacks": ("rank", (*facts.stacks, *facts.unranked)),
+        "processes": ("rank", facts.processes), "stacks": ("rank", facts.stacks),
         "watchdog": ("rank", facts.log.traces), "torchrun": ("node", facts.nodes),
     }  # fmt: skip
     return tuple(f"{name}: {len(rows)} {kind}{'s' * (len(rows) > 1)}" for name, (kind, rows) in counts.items() if rows)

@@ -78,7 +78,7 @@ class BlockedCalls:
         behind = self._find_late()
         # in a call that all ranks of the group have come to
         self.met = {rank for rank, wait in self.waits.items() if rank not in behind and wait.is_met
-                    and not any(self._is_elsewhere(other, wait.call) for other in wait.here)}  # fmt: skip
+                    and not any(self._is_elsewhere(other, rank) for other in wait.here)}  # fmt: skip
         together = {rank: wait for rank, wait in self.waits.items() if not wait.call.p2p}
         begun = {(wait.call.group, wait.call.number) for wait in together.values() if wait.call.started}
         # in a call that the other GPUs have begun, and theirs have not
@@ -230,6 +230,8 @@ class BlockedCalls:
         missing = {rank for wait in self.waits.values() for rank in wait.missing}
         ranks = {rank for rank in missing
                 if rank not in self.waits or (not self.waits[rank].missing and is_earlier(rank))}  # fmt: skip
+        if len(ranks & self.waits.keys()) > len(self.waits) / 2:  # most ranks are not behind: some are ahead
+            ranks -= self.waits.keys()
         return set(filter(self._is_late_by_most, ranks))
 
     def _is_late_by_most(self, rank: int) -> bool:
@@ -253,12 +255,12 @@ class BlockedCalls:
             return False
         return trace.has_left(self.waits[rank].call)
 
-    def _is_elsewhere(self, other: int, call: Call) -> bool:
-        """Whether a rank waits in another call of the group, before this one or past it, by a log."""
-        if other not in self.waits or not self.traces[other].partial:
-            return False
-        its = self.waits[other].call
-        return its.group == call.group and its.number != call.number
+    def _is_elsewhere(self, other: int, rank: int) -> bool:
+        """Whether a rank has left a rank's call, or waits in another call of the group by a log."""
+        mine, wait = self.waits[rank].call, self.waits.get(other)
+        if wait is None or not self.traces[other].partial:
+            return not mine.p2p and self._has_left(other, rank)
+        return wait.call.group == mine.group and wait.call.number != mine.number
 
     def _find_activity(self, rank: int) -> Activity:
         """What a rank does that others wait for: by its calls if it waits itself, else by its own file or its calls."""
@@ -278,15 +280,16 @@ class BlockedCalls:
         last = next((made for made in reversed(trace.calls) if made.group == call.group), None)
         newest = trace.enqueued.get(call.group) or (last.number if last else 0)
         since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
-        return Activity("unknown", f"has not entered {describe(call)}{since}{_name_line(last.frames if last else ())}")
+        line = f", from {last.frames[0]}" if last and last.frames else ""
+        return Activity("unknown", f"has not entered {describe(call)}{since}{line}")
 
     def _describe(self, waiting: Sequence[int], *, all_rows: bool = False) -> list[str]:
-        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0"; whole: for whom, and from which line."""
+        """ "ranks 0, 1 wait in all_reduce of [8], number 12 of group 0, from train.py:31 step"; all_rows: for whom."""
         rows: dict[str, list[int]] = {}
         for rank in waiting:
             wait = self.waits[rank]
-            of_whom = f" for {ranks_of(sorted(wait.missing))}{self._find_line(rank, wait.call)}" if all_rows else ""
-            rows.setdefault(describe(wait.call) + of_whom, []).append(rank)
+            of_whom = f" for {ranks_of(sorted(wait.missing))}" if all_rows else ""
+            rows.setdefault(describe(wait.call) + of_whom + self._find_line(rank, wait.call), []).append(rank)
         largest = sorted(rows.items(), key=lambda row: -len(row[1]))[: 8 if all_rows else 4]
         return [f"{ranks_of(ranks)} wait{'s' * (len(ranks) == 1)} in {place}" for place, ranks in largest]
 
@@ -376,6 +379,8 @@ class BlockedCalls:
         if self.met:
             wait = waits[min(self.met)]
             inside = sorted(wait.here)
+            if not facts.states and self.traces[inside[0]].partial:  # a log shows calls, and not what the GPUs run
+                return facts.named("called", waiting=self.waiting, call=describe(wait.call), evidence=(self.wait,))
             message = f"{ranks_of(inside)} are all in {describe(wait.call)}, which does not progress"
             cause = network(facts, "transfers no data", self.wait, message, between=inside)
             return facts.verdict("stuck", cause, waiting=self.waiting)
@@ -460,7 +465,8 @@ class BlockedCalls:
         is_there = state is not None and wait is not None and wait.call is call and (
             any(map(IN_CALL.search, state.where)) if state.error
             else state.phase == "collective" and wait.seconds >= 2 * LOOK_SECONDS)  # fmt: skip
-        return _name_line(state.own if state is not None and is_there and state.own else call.frames)
+        frames = state.own if state is not None and is_there and state.own else call.frames
+        return f", from {frames[0]}" if frames else ""
 
     def _find_mismatches(self) -> Iterator[Cause]:
         """The oldest call of each group that a rank waits in, and the ranks that called something else there.
@@ -485,10 +491,6 @@ class BlockedCalls:
             known = max(sizes, default=len(members) or self.facts.world or len(rows))
             lines = {rank: self._find_line(rank, call) for rank, call in rows.items()}
             yield mismatch(rows, size=known if group else None, lines=lines)
-
-
-def _name_line(frames: Sequence[str]) -> str:
-    return f", from {frames[0]}" if frames else ""
 
 
 def _longest_pause(trace: RankTrace, until: Call) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from collectives.traces.rank_files import Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
+from contracts.run_record import FailedRank
 from contracts.tables import read_table
 
 SCHEMA_VERSION = 1
@@ -133,13 +134,13 @@ class RunFacts:
     copied: bool = False  # the folder is a copy: `ages` compare the hosts' own clocks
     silence: float | None = None  # seconds since any rank wrote; None if a rank is known to run
     full: str = ""  # the run's folder, if its file system is full: the ranks cannot write
-    stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # innermost first, of py-spy or faulthandler
-    unranked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of processes of unknown rank
+    # innermost first, of py-spy or faulthandler: by rank, or by the name of a process whose rank is unknown
+    stacks: Mapping[int | str, tuple[str, ...]] = field(default_factory=dict)
     log: LogFacts = field(default_factory=LogFacts)  # messages of PyTorch and gloo in the logs
     in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
     stopped: str = ""  # the signal that torchrun of a job on one node received, and when; it then ends its ranks
-    hosts: Mapping[int, str] = field(default_factory=dict)  # by rank, from torchrun's table of failures
+    failed: Mapping[int, FailedRank] = field(default_factory=dict)  # by rank, from torchrun's table of failures
     world: int | None = None
     now: float = 0.0
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
@@ -206,8 +207,7 @@ class RunFacts:
 
     def find_first_to_end(self, ranks: Sequence[int]) -> int | None:
         """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
-        said = {rank: self.states[rank].error or self.log.errors.get(rank, "") for rank in ranks}
-        errors = {rank: error for rank, error in said.items() if error}
+        errors = {rank: error for rank in ranks if (error := self.states[rank].error or self.log.errors.get(rank))}
         if self.first is not None and self.first in ranks and is_own(errors.get(self.first, "")):
             clean = [rank for rank in ranks if self.states[rank].ended and not self.states[rank].error]
             left = [rank for rank in clean if self.first not in errors
@@ -264,8 +264,7 @@ class RunFacts:
 
     def host(self, rank: int) -> str | None:
         """Return the host of a rank, if its own file or torchrun names it."""
-        state = self.states.get(rank)
-        return (state.host if state else None) or self.hosts.get(rank)
+        return next((one.host for one in (self.states.get(rank), self.failed.get(rank)) if one and one.host), None)
 
     def has_moved_on(self, rank: int) -> bool:
         """Return whether a rank has called more collectives than its dump contains, so that the dump is old."""
@@ -374,7 +373,10 @@ class RunFacts:
         state, host = self.states.get(rank), self.host(rank)
         own, stack = (state.own if state else ()), self.stacks.get(rank) or (state.where if state else ())
         error = (state.error if state else None) or self.log.errors.get(rank) if activity.kind == "gone" else None
-        rows = (*evidence, *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
+        row = self.failed.get(rank) if activity.kind == "gone" else None
+        ended = filter(None, (row.at, f"exit code {row.exit_code}", row.signal, f"pid {row.pid}")) if row else ()
+        rows = (*evidence, f"torchrun's table: {', '.join(ended)}" if row else "",
+                *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
                 *(f"its {name}: {' < '.join(frames[:4])}" for name, frames in (("own code", own), ("stack", stack))
                   if frames))  # fmt: skip
         kind = activity.kind

@@ -42,8 +42,7 @@ def judge_clash(facts: RunFacts) -> Verdict | None:
     """Use calls that torch itself compared before they were made, with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     rows = facts.log.clash
     if len({signature(call) for call in rows.values()}) >= 2:
-        cause = mismatch(rows, size=facts.world or len(rows), lines={})
-        return facts.verdict("failed", cause)
+        return facts.verdict("failed", mismatch(rows, size=facts.world or len(rows), lines={}))
     if len({call.number for call in rows.values()}) < 2:
         return None
     # the same call with different numbers: a rank has made one more call than the others
@@ -182,8 +181,7 @@ def judge_errors(facts: RunFacts) -> Verdict | None:
     raised = {rank: error for rank, error in facts.log.errors.items() if is_own(error)}
     if not raised or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
-    reported = {rank for rank, trace in facts.log.traces.items() if trace.calls}
-    waiting = tuple(sorted(reported - set(raised)))
+    waiting = tuple(sorted(rank for rank, trace in facts.log.traces.items() if trace.calls and rank not in raised))
     wait = (f"watchdog: {ranks_of(waiting)} timed out waiting",) if waiting else ()
     if len(raised) > 1 and facts.first not in raised and (not facts.in_order or are_alike(list(raised.values()))):
         return _judge_several(raised, facts, *wait, waiting=waiting)
@@ -323,14 +321,16 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
 
 def judge_stacks(facts: RunFacts) -> Verdict | None:
     """Use one stack per rank: it shows who is in a collective, but not whether it moves, so no rank is named."""
-    if not (facts.stacks or facts.unranked) or facts.states or facts.traces:
+    if not facts.stacks or facts.states or facts.traces:
         return None
-    inside = {rank for rank, stack in facts.stacks.items() if any(IN_CALL.search(frame) for frame in stack)}
-    outside = sorted(set(facts.stacks) - inside)
-    who = [f"{ranks_of(sorted(inside))} {'is' if len(inside) == 1 else 'are'} in a collective"] if inside else []
-    stacks = [*((f"rank {rank}", facts.stacks[rank]) for rank in outside[:4]), *sorted(facts.unranked.items())[:4]]
-    listed = "; ".join([*who, *(f"{name} is in {' < '.join(stack[:3])}" for name, stack in stacks)])
-    return Verdict(state="unknown", line="").with_question("stacks", seen=listed)
+    rows: dict[str, list[str]] = {}
+    for name, stack in facts.stacks.items():
+        call = next((frame.rpartition(" ")[2] for frame in stack if IN_CALL.search(frame)), "")
+        place = f"a collective ({call})" if call else " < ".join(stack[:8])  # libraries before the user's code
+        rows.setdefault(place, []).append(f"rank {name}" if isinstance(name, int) else name)
+    listed = [f"{', '.join(who[:16])}{' ...' * (len(who) > 16)} {'is' if len(who) == 1 else 'are'} in {place}"
+              for place, who in rows.items()]  # fmt: skip
+    return Verdict(state="unknown", line="").with_question("stacks", seen="; ".join(listed[:8]))
 
 
 def judge_end(facts: RunFacts) -> Verdict | None:

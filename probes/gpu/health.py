@@ -222,7 +222,7 @@ FULL_CLOCK_RATIO = 0.9
 
 
 def _get_clock_loss(gpu: Gpu, minimum: float) -> float:
-    """Return the lost fraction of the maximum clock; `least` if the clock does not show it, e.g. on an idle GPU."""
+    """Return the lost fraction of the maximum clock; `minimum` if the clock does not show it, e.g. on an idle GPU."""
     if not gpu.sm_clock_hertz or not gpu.sm_clock_max_hertz or not gpu.utilization_ratio:
         return minimum
     return max(minimum, 1.0 - gpu.sm_clock_hertz / gpu.sm_clock_max_hertz)

@@ -182,6 +182,7 @@ def of_rows(data: object, tokenizer: object, model: str = "tiny-llama", **more) 
     return with_rows(Request.of(model=model, **more), found)
 
 
+@pytest.mark.long
 def test_the_rows_of_a_file_are_counted_and_measured_with_the_tokenizer(rows: Path) -> None:
     """By the job's own reader and template: 180 characters more are 180 bytes more, in a fifth of the rows."""
     request = of_rows(rows, "builtin:bytes", model="Llama-3.1-8B")

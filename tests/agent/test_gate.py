@@ -28,7 +28,7 @@ from agent.checks.findings import sort_worst_first
 from agent.checks.verdict import GateError, judge, select
 from agent.checks.view import build_view
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, check_nodes as gate_of_nodes, make_record, to_resource
-from agent.http.serve import _expected
+from agent.http.serve import _read_expected
 from agent.http.server import create
 from agent.http.state import State
 from contracts.finding import Finding, Status
@@ -307,7 +307,7 @@ def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path
     """What the DaemonSet's ConfigMap says: absent, there, changed, broken, fixed and withdrawn."""
     path = tmp_path / "expect.yaml"
     options = {"expect": (), "expect_file": path}
-    state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _expected(options))
+    state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _read_expected(options))
     client = TestClient(create(state))
     for text, word, code in ROWS["scans"]:
         path.unlink(missing_ok=True) if text is None else path.write_text(text)

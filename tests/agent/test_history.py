@@ -23,7 +23,7 @@ from agent.checks.codes import ALL_CODES
 from agent.checks.expect import NodeExpectation, parse
 from agent.checks.history import History
 from agent.checks.view import Event, View, build_view
-from agent.cluster.client import LONGEST_WAIT_SECONDS, backoff_seconds
+from agent.cluster.client import LONGEST_WAIT_SECONDS, choose_backoff
 from agent.cluster.nodes import MOST_CHANGES, MOST_FACTS_BYTES, NodeRecord, make_record, pack_facts, to_resource
 from agent.http import pages
 from agent.http.worker import WorkerData
@@ -480,7 +480,7 @@ def test_after_an_outage_no_second_sees_more_than_its_share(down_seconds: float)
     while due:
         at, agent, failures = heapq.heappop(due)
         if at < down_seconds:
-            heapq.heappush(due, (at + backoff_seconds(failures), agent, failures + 1))
+            heapq.heappush(due, (at + choose_backoff(failures), agent, failures + 1))
         else:
             requests[int(at)] += 1
     assert requests.total() == AGENTS

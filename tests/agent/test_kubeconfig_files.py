@@ -14,10 +14,10 @@ from kubernetes.config import incluster_config
 from rigs.command import python
 from rigs.serving import Asked, answering
 
-from agent.cluster.client import AccessError, ApiError, Client, connect, path_of
+from agent.cluster.client import AccessError, ApiError, Client, connect, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL
 
-NODES = path_of(API_VERSION, PLURAL)
+NODES = make_path(API_VERSION, PLURAL)
 
 
 def config(path: Path, *, current: str | None = None, **entries: dict[str, dict]) -> Path:
@@ -192,7 +192,7 @@ def test_a_server_is_trusted_by_its_certificate_alone(tmp_path: Path) -> None:
         api._server.socket = context.wrap_socket(api._server.socket, server_side=True)
         way = {"server": api.url.replace("http:", "https:")}
         with pytest.raises(ApiError, match="certificate"):
-            client_as(tmp_path, {"token": "agent-token"}, **way).get(NODES)
+            client_as(tmp_path, {"token": "agent-token"}, **way).limited(tries=1).get(NODES)
         assert api.requests == []
         trusting = client_as(tmp_path, {"token": "agent-token"}, **way, **{"certificate-authority": "ca.pem"})
         assert trusting.get(NODES)["items"] == []

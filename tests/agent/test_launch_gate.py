@@ -14,7 +14,7 @@ from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
-from agent.advice.job_settings import build_job_plan, build_job_request, why_gdrdma, why_untrainable
+from agent.advice.job_settings import build_job_plan, build_job_request, explain_gdrdma, explain_untrainable
 from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
 from agent.checks.view import build_view
@@ -120,12 +120,12 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
-    assert why_untrainable(advice, {}).startswith("dataset_name: no data set is named")
-    assert why_untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: no source of its weights")
-    assert why_untrainable(made_up, {"dataset_name": "x", "model_name_or_path": "/models/house"}) == ""
-    assert why_untrainable(advice, {"dataset_name": "x"}) == ""
-    assert why_untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
-    assert why_untrainable(replace(advice, model=None), {}) == ""
+    assert explain_untrainable(advice, {}).startswith("dataset_name: no data set is named")
+    assert explain_untrainable(made_up, {"dataset_name": "x"}).startswith("model house-model: no source of its weights")
+    assert explain_untrainable(made_up, {"dataset_name": "x", "model_name_or_path": "/models/house"}) == ""
+    assert explain_untrainable(advice, {"dataset_name": "x"}) == ""
+    assert explain_untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
+    assert explain_untrainable(replace(advice, model=None), {}) == ""
     with pytest.raises(RequestError, match="dataset_name: no data set is named"):
         build_job_plan(advice)
     advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), ())
@@ -259,7 +259,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
     """With the evidence; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
-    written = build_job_plan(advice, overrides=DATA, hosts=found)
+    written = build_job_plan(advice, overrides=DATA, snapshots=found)
     (tmp_path / "plan.json").write_text(dump_plan(written))
     plan = read_plan(tmp_path / "plan.json")
     assert plan == written
@@ -281,9 +281,9 @@ def test_a_machine_that_was_not_probed_promises_no_gpudirect() -> None:
 def test_a_nearest_nic_that_is_left_out_promises_no_gpudirect() -> None:
     """By NCCL_IB_HCA, for storage say: the next one may be too far."""
     found = [snapshot()]
-    all_of_them = why_gdrdma(found)
+    all_of_them = explain_gdrdma(found)
     names = [nic for near in build(found[0]).nearest_nic for nic in near.nics]
     assert all_of_them
-    assert why_gdrdma(found, "=" + ",".join(f"{name}:1" for name in names)) == all_of_them
-    assert why_gdrdma(found, "=" + ",".join(names[1:])) == ""
-    assert why_gdrdma(found, f"^{names[0]}") == ""
+    assert explain_gdrdma(found, "=" + ",".join(f"{name}:1" for name in names)) == all_of_them
+    assert explain_gdrdma(found, "=" + ",".join(names[1:])) == ""
+    assert explain_gdrdma(found, f"^{names[0]}") == ""

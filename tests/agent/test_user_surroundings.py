@@ -29,8 +29,8 @@ from rigs.tables import ROOT, each_row
 from rigs.waiting import eventually
 
 from agent.base import EXIT_CLOSED_PIPE, units
-from agent.base.output import why_unwritable, write_atomic
-from agent.cli.bench import _bench_exit
+from agent.base.output import explain_unwritable, write_atomic
+from agent.cli.bench import _choose_exit_code
 from agent.cli.main import VERBS, cli
 from agent.cluster.client import connect
 from agent.jobs.networks import DEFAULT_NETWORKS
@@ -95,7 +95,7 @@ def test_why_a_path_cannot_be_written(tmp_path: Path) -> None:
         (Path("/proc/nothing/x"), True, "cannot be written to"),
     ]  # fmt: skip
     wrong = [(path, why) for path, folder, part in rows
-             if (part not in (why := why_unwritable(path, folder=folder))) or (not part and why)]  # fmt: skip
+             if (part not in (why := explain_unwritable(path, folder=folder))) or (not part and why)]  # fmt: skip
     assert not wrong or (os.geteuid() == 0 and [path for path, _ in wrong] == [Path("/proc/nothing/x")])
     write_atomic(Path("/dev/null"), "x")
     assert Path("/dev/null").is_char_device(), "a device is written to and never replaced"
@@ -165,7 +165,7 @@ def test_a_benchmark_that_was_interrupted_is_no_failure_and_no_pass() -> None:
     for stopped, code, first in rows:
         cut = replace(RESULT, complete=False, stopped_by=stopped, problems=("ended",))
         assert drawn(measured.print_benchmark, cut, width=120, verbose=True).startswith(first)
-        assert _bench_exit(cut, well=True) == code
+        assert _choose_exit_code(cut, well=True) == code
 
 
 @pytest.mark.long

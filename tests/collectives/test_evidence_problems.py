@@ -129,8 +129,11 @@ GOOD = [
 ]
 
 
-@each_row("steps", [1, 900])
-@each_row(("code", "line"), [*rows("ends"), *rows("ends_of_launchers"), *rows("failures")])
+ENDS = [rows(name) for name in ("ends", "ends_of_launchers", "failures")]
+
+
+@each_row(("code", "line", "steps"), [*((*row, 1) for table in ENDS for row in table),
+                                      *((*table[0], 900) for table in ENDS)])  # fmt: skip
 def test_a_job_that_died_is_not_a_pass(line: str, code: str, steps: int) -> None:
     """Two statements: GPUDirect RDMA was on, and the job failed, with the line as proof; the exit code is the worse."""
     verdict = read([*GOOD, *(f"step {n} loss 1.0" for n in range(steps)), line])

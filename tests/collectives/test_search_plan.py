@@ -190,6 +190,7 @@ def test_launchers(environment, found):
     assert from_environment(environment) == found
 
 
+@pytest.mark.long
 def test_the_calls_of_nccl_are_those_of_torch(monkeypatch):
     """Without a GPU only the signatures can be tried: gloo takes the same calls, and refuses to coalesce."""
     import torch

@@ -168,7 +168,7 @@ def test_config_maps_carry_the_same_dashboards() -> None:
 
 def test_making_again_gives_no_difference() -> None:
     """`python dashboards/generate.py` after a change of a source, and commit what it writes."""
-    for name, text in generate.made().items():
+    for name, text in generate.generate_files().items():
         assert (ROOT / name).read_text(encoding="utf-8") == text, f"{name}: run python dashboards/generate.py"
 
 
@@ -243,7 +243,10 @@ def test_heat_and_the_power_brake_are_critical_under_a_job() -> None:
 
 def test_links_lead_where_the_operator_says() -> None:
     """Other addresses change the links of every rule and nothing else."""
-    made, plain = generate.made("https://d.test/x/", "https://g.test", "https://p.test/fleet/"), generate.made()
+    made, plain = (
+        generate.generate_files("https://d.test/x/", "https://g.test", "https://p.test/fleet/"),
+        generate.generate_files(),
+    )
     for name in ("dashboards/rules.yaml", "dashboards/rules_test.yaml", "deploy/monitoring/prometheusrule.yaml"):
         assert made[name].count("https://d.test/x/reference/alerts/#") == plain[name].count("https://docs.example/") > 0
         assert (
@@ -256,7 +259,7 @@ def test_links_lead_where_the_operator_says() -> None:
 @pytest.mark.prometheus
 def test_promtool_sees_the_page_of_the_node_by_its_name(programs, tmp_path):
     """With an address from outside the link names the node, and without a node's name it leads to the fleet."""
-    made = generate.made(page="https://p.test/fleet/")
+    made = generate.generate_files(page="https://p.test/fleet/")
     whole = yaml.safe_load(made["dashboards/rules_test.yaml"])
     (named,) = [case for case in whole["tests"] if case["name"] == "TopoflightFactTooOld fires"]
     text = yaml.safe_dump(named)

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.prometheus
 
 HEALTHY, PCIE, ROCE = "hgx-h100-8xH100-8hca", "l40s-4x-pcie", "r760xa-2xA40-bf3"
 HOT, NO_PEERMEM = "sick-h100-thermal", "sick-h100-no-peermem"
-SICK = sorted({machine for _, panel in boards.panels() for machine in panel.shows})
+SICK = sorted({machine for _, panel in boards.list_panels() for machine in panel.shows})
 SCRAPE_SECONDS = 2  # also how long a scrape may take: that of a twelve-fold process, on a busy machine
 AGENTS = tuple(dict.fromkeys((HEALTHY, PCIE, ROCE, *SICK, *(fault.machine for fault in FAULTS))))
 
@@ -194,7 +194,7 @@ def wait_for(server: Prometheus, folder: Path) -> None:
 
 
 @pytest.mark.real
-@each_row("panel", lambda: (panel for _, panel in boards.panels()), ids=lambda panel: panel.title)
+@each_row("panel", lambda: (panel for _, panel in boards.list_panels()), ids=lambda panel: panel.title)
 def test_panel_has_something_to_draw(prometheus, panel):
     """On the healthy machine every expression answers, unless the panel may be empty there; then another fills it."""
     for target in panel.targets:
@@ -203,7 +203,9 @@ def test_panel_has_something_to_draw(prometheus, panel):
         assert any(prometheus.shown(target.expr, machine) for machine in AGENTS), f"nothing ever fills {target.expr}"
 
 
-@each_row(("panel", "machine"), lambda: ((panel, machine) for _, panel in boards.panels() for machine in panel.shows))
+@each_row(
+    ("panel", "machine"), lambda: ((panel, machine) for _, panel in boards.list_panels() for machine in panel.shows)
+)
 def test_sick_machine_differs_from_its_healthy_twin(prometheus, panel, machine):
     """What the panel draws is not what it draws of the same machine in health, which agrees with itself a while ago."""
     healthy = [prometheus.shown(target.expr, twin(machine)) for target in panel.targets]
@@ -226,7 +228,7 @@ def test_a_slow_job_has_its_alerts_and_a_healthy_machine_none(prometheus: Promet
 @each_row("fault", FAULTS, ids=lambda fault: fault.machine)
 def test_the_fault_is_found_from_the_dashboards_alone(prometheus: Prometheus, fault: Fault) -> None:
     """Cluster and Node name the finding of this very machine, a panel draws the fault itself, and its alert is on."""
-    named = {(name, panel.title): panel for name, panel in boards.panels()}
+    named = {(name, panel.title): panel for name, panel in boards.list_panels()}
     for board in ("cluster", "node"):
         rows = prometheus.shown(named[board, "What is wrong"].targets[0].expr, fault.machine)
         assert {("code", fault.code), ("severity", fault.severity)} in [set(labels) for labels in rows], board
@@ -242,6 +244,6 @@ def test_the_fault_is_found_from_the_dashboards_alone(prometheus: Prometheus, fa
 
 def test_a_dead_agent_is_seen(prometheus: Prometheus) -> None:
     """`up` tells of every agent that it answers: the panel of silent agents shows zero, and could show more."""
-    silent = next(panel for _, panel in boards.panels() if panel.title == "Agents that do not answer")
+    silent = next(panel for _, panel in boards.list_panels() if panel.title == "Agents that do not answer")
     filled = silent.targets[0].expr.replace("$job", "topoflight").replace("$instance", ".+")
     assert [row["value"][1] for row in prometheus.query(filled)] == ["0"]

@@ -7,7 +7,7 @@ from api_server import CRD, ApiServer, write_kubeconfig
 from e2e_client import client_of
 from rigs.waiting import eventually
 
-from agent.cluster.client import ApiError, connect, path_of
+from agent.cluster.client import ApiError, connect, make_path
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def definition():
         yield
         return
     client = connect()
-    path = path_of("apiextensions.k8s.io/v1", "customresourcedefinitions", CRD["metadata"]["name"])
+    path = make_path("apiextensions.k8s.io/v1", "customresourcedefinitions", CRD["metadata"]["name"])
     try:
         client.get(path)
         had = True

@@ -20,14 +20,14 @@ from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
 from agent.cluster import nodes
-from agent.cluster.client import ApiError, Client, connect, path_of
+from agent.cluster.client import ApiError, Client, connect, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, make_record, make_row
 from agent.http import worker
 from agent.http.server import create
 from agent.http.state import Publisher, State
 from agent.http.worker import WorkerData
 
-NODES = path_of(API_VERSION, PLURAL)
+NODES = make_path(API_VERSION, PLURAL)
 
 
 def record_of(name: str, node: str) -> NodeRecord:
@@ -40,7 +40,7 @@ def node(client: Client) -> Iterator[str]:
     name = f"e2e-{uuid.uuid4().hex[:8]}"
     yield name
     try:
-        client.request("DELETE", path_of(API_VERSION, PLURAL, name))
+        client.request("DELETE", make_path(API_VERSION, PLURAL, name))
     except ApiError as error:
         assert error.status in (404, 0)
 
@@ -51,12 +51,12 @@ def test_every_machine_is_a_valid_resource_and_comes_back_whole(client: Client, 
     record = record_of(machine, node)
     publisher = Publisher(client, lambda: record)
     publisher.write(record)
-    stored = client.get(path_of(API_VERSION, PLURAL, node))
+    stored = client.get(make_path(API_VERSION, PLURAL, node))
     assert stored["spec"] == {"nodeName": node}
     back = from_resource(stored)
     assert back == replace(record, scanned_at_seconds=float(int(record.scanned_at_seconds)))
     publisher.write(replace(record, verdict="fail", links=None))
-    changed = from_resource(client.get(path_of(API_VERSION, PLURAL, node)))
+    changed = from_resource(client.get(make_path(API_VERSION, PLURAL, node)))
     assert changed.verdict == "fail"
 
 
@@ -102,7 +102,7 @@ def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, 
     )
     publisher = Publisher(client, lambda: largest)
     publisher.write(largest)
-    assert from_resource(client.get(path_of(API_VERSION, PLURAL, node))).findings == largest.findings
+    assert from_resource(client.get(make_path(API_VERSION, PLURAL, node))).findings == largest.findings
     for more in (
         replace(largest, findings=(finding,) * (nodes.MOST_FINDINGS + 1)), replace(largest, driver="d" * 65),
         replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, facts="f" * 65537),

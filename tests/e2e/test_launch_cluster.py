@@ -207,7 +207,7 @@ def test_the_api_servers_warnings_are_shown_once(kubeconfig):
 def test_the_state_of_a_pod_in_words(status: dict, words: str) -> None:
     """Why it waits, or which container ended and why."""
     pod = {"metadata": {"name": "sft-0"}, "status": status}
-    assert (cluster_job.describe_failure(pod) or cluster_job.why_waiting(pod)) == words
+    assert (cluster_job.describe_failure(pod) or cluster_job.explain_waiting(pod)) == words
 
 
 COMPARED = [
@@ -221,6 +221,7 @@ SECONDS = {"eth0": 9.0, "net1": 4.0, "rdma": 3.0}  # of a step
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
+    monkeypatch.setattr(networks, "POLL_SECONDS", 0.1)
     forecast = RunForecast(step_seconds=Interval(low=1.0, mid=2.0, high=5.0))
     with Networks(tmp_path, "sft", SECONDS, forecast) as server:
         monkeypatch.setenv("KUBECONFIG", str(write_kubeconfig(tmp_path / "config", server.url)))

@@ -17,7 +17,7 @@ from hardware.gpus import find_gpu
 from hardware.machines import catalogue
 from planner.forecast import machines
 from planner.forecast.compute import Job, cpu_rates
-from planner.forecast.links import links_of
+from planner.forecast.links import make_links
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import KNOWN, model_named
 from planner.forecast.specs import TrainSpec
@@ -26,6 +26,8 @@ from planner.search import first_broken, search
 from planner.stacks import TOPOFLIGHT
 from topology.build import build
 from topology.graph import ClusterTopology
+
+pytestmark = pytest.mark.long  # the job imports torch
 
 rows = rows_of(__file__)
 NVIDIA = [row.name for row in catalogue() if (gpu := find_gpu(row.gpu)) and gpu.maker == "NVIDIA"]
@@ -60,7 +62,6 @@ def questions(count):
     ]  # fmt: skip
 
 
-@pytest.mark.long
 def test_whatever_is_recommended_for_the_job_it_accepts():
     """A model that it does not train has no layout; every family ranked for one that it trains, it would run."""
     ranked = 0
@@ -133,7 +134,7 @@ def test_planner_and_job_allow_the_same_combinations(settings):
     asked = Job(
         model=MODELS["Llama-3.1-8B"], train=TrainSpec(), engine=TOPOFLIGHT, host_memory_bytes=2e12,
         rates=cpu_rates(8.0, None),
-        links=links_of(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
+        links=make_links(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
     )  # fmt: skip
     assert reasons(layout, MODELS["Llama-3.1-8B"], "lora") == []
     assert first_broken(asked, layout) is None

@@ -35,7 +35,7 @@ from finetune.recorder import measure_communication
 from finetune.rows import IGNORED, collate, load_tokenizer, pack, prepare
 from planner.forecast.engine import share_of
 from planner.forecast.memory import checkpoint_bytes
-from planner.forecast.models import model_from_config
+from planner.forecast.models import read_model
 from planner.forecast.specs import TrainSpec
 from planner.stacks import TOPOFLIGHT
 
@@ -123,7 +123,7 @@ def test_a_layer_keeps_in_bf16_what_the_planner_counts(tmp_path, lora, kernel):
         assert loss.requires_grad
         saved.append(sum(seen.values()))
         train_spec = TrainSpec(method="lora" if lora else "full", sequence_length=length, attention=kernel)
-        said.append(TOPOFLIGHT.layer_activations(share_of(model_from_config(shape), train_spec, layout)))
+        said.append(TOPOFLIGHT.layer_activations(share_of(read_model(shape), train_spec, layout)))
     assert (saved[3] - saved[1]) - (saved[2] - saved[0]) == pytest.approx(2 * (said[3] - said[2]), rel=0.05)
 
 
@@ -285,7 +285,7 @@ def test_the_planner_knows_the_bytes_of_a_checkpoint(tmp_path, family, lora):
     stored = sum(t.numel() * t.itemsize for t in training_state(named, optimizer).values())
     train = TrainSpec(method="full" if lora is None else "lora", lora_rank=config.lora_r,
                       lora_targets=config.lora_target_modules, saved_modules=config.lora_modules_to_save)  # fmt: skip
-    spec = model_from_config(FAMILIES[family].to_dict())
+    spec = read_model(FAMILIES[family].to_dict())
     assert checkpoint_bytes(spec, train, in_fp32=False) == stored
 
 
@@ -306,7 +306,7 @@ def test_a_window_that_is_shorter_than_the_rows_is_refused_by_name(tmp_path):
         build_model(given, "fp32")
     for length, attention, refused in ((64, "sdpa", True), (64, "eager", False), (48, "sdpa", False)):
         train = TrainSpec(sequence_length=length, attention=attention)
-        why = TOPOFLIGHT.refuses(model_from_config(shape), train, Layout(world_size=1))
+        why = TOPOFLIGHT.refuses(read_model(shape), train, Layout(world_size=1))
         assert (why is not None and "sliding window (48 tokens)" in why) == refused
 
 
@@ -324,7 +324,7 @@ def test_rotary_positions_that_nobody_knows_are_refused_by_name(tmp_path):
         build_model(JobConfig(model_name_or_path=f"random:{tmp_path}", tokenizer_name="builtin:bytes"), "fp32")
     older = {**shape, "rope_parameters": None, "rope_scaling": {"type": "spiral", "factor": 2.0}}
     for said in (shape, older):
-        assert TOPOFLIGHT.refuses(model_from_config(said), TrainSpec(), Layout(world_size=1)) == (
+        assert TOPOFLIGHT.refuses(read_model(said), TrainSpec(), Layout(world_size=1)) == (
             f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not 'spiral'"
         )
 

@@ -24,6 +24,7 @@ from agent.cli.launch import launch
 from agent.cli.recommend import recommend
 from contracts import job_config, run_record
 from contracts.job_config import ConfigError, JobConfig, JobPlan, parse_layout, read_plan
+from contracts.layout import Layout
 from finetune.checkpoint import list_checkpoints
 from finetune.rows import Loader
 
@@ -143,6 +144,16 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for mixture in (3, {}, {"datasets": []}, {"datasets": [{"path": "own/sums"}]}):
         with pytest.raises(ConfigError, match="mappings with id"):
             sft_trl.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
+
+
+def test_4_bit_weights_are_stored_in_the_type_that_fsdp_shards() -> None:
+    """accelerate leaves parameters of another type whole on each rank; what a file asks for does not change that."""
+    from finetune import sft_trl
+
+    asked = JobPlan(trl={"bnb_4bit_quant_storage": "uint8", "load_in_4bit": True, "model_name_or_path": "own/llama"})
+    for layout, kept in ((Layout(world_size=2, dp_shard=2), "bfloat16"), (Layout(world_size=1), "uint8")):
+        model = sft_trl.parse(asked, JobConfig(output_dir="out"), layout, False, print)[2]
+        assert (model.bnb_4bit_quant_storage, model.use_bnb_nested_quant) == (kept, True)
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:

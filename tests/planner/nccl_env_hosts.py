@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from planner.advice import Recommendation
 from planner.nccl_env import environment
-from planner.nccl_env.situation import situation
+from planner.nccl_env.situation import make_situation
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts, NvLink
 from probes.hostinfo.probe import HostinfoFacts
@@ -19,7 +19,7 @@ GBIT = 1e9 / 8
 
 def settings(*given, **more) -> Recommendation:
     """What is advised in a situation."""
-    return environment.settings(situation(*given, **more))
+    return environment.settings(make_situation(*given, **more))
 
 
 def interface(name: str, role: str, address: str = "10.0.0.1/24", **more) -> Interface:

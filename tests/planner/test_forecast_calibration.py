@@ -17,11 +17,11 @@ from contracts.layout import Layout
 from planner.forecast import calibration, machines
 from planner.forecast.calibration import Calibration, CalibrationError, LayerTiming, parse_calibration, widths
 from planner.forecast.engine import share_of
-from planner.forecast.links import links_of
-from planner.forecast.models import model_from_config, model_named
+from planner.forecast.links import make_links
+from planner.forecast.models import model_named, read_model
 from planner.forecast.specs import Method, TrainSpec, weights
 from planner.recommend import forecast_layout, forecast_named, plan, recommend
-from planner.stacks import TOPOFLIGHT, engine_named
+from planner.stacks import TOPOFLIGHT, find_engine
 from topology.graph import ClusterTopology, NodeTopology
 
 TRAIN = TrainSpec(global_batch=8, sequence_length=128)
@@ -138,10 +138,10 @@ def test_a_reduce_scatter_has_its_own_bandwidth() -> None:
         for op, seconds, rate in (("all_gather", 0.01, 0.8e9), ("reduce_scatter", 0.02, 0.4e9))
     )  # fmt: skip
     for rows in (measured, measured[::-1]):
-        links = links_of(cluster(), rows, ranks_per_node=2)
+        links = make_links(cluster(), rows, ranks_per_node=2)
         assert (links.node.bytes_per_second, links.scatter_share) == (0.8e9, 0.5)
         assert links.scatter_seconds(1e9, 2, 1) == pytest.approx(2 * links.ring_seconds(1e9, 2, 1), rel=1e-3)
-    assert links_of(cluster(), measured[1:], ranks_per_node=2).node.bytes_per_second == 0.4e9
+    assert make_links(cluster(), measured[1:], ranks_per_node=2).node.bytes_per_second == 0.4e9
 
 
 # Five times the embedded model.
@@ -186,7 +186,7 @@ def test_a_layer_keeps_in_fp32_what_autograd_keeps(method: Method) -> None:
     """Two more layers of transformers' Llama keep twice what is forecast for one."""
     counted = (saved_bytes(3, method, half=False) - saved_bytes(1, method, half=False)) / 2
     train = TrainSpec(method=method, sequence_length=ROW_TOKENS, lora_rank=8, precision="fp32")
-    shape = model_from_config({**SHAPE})
+    shape = read_model({**SHAPE})
     layout = Layout(world_size=1, micro_batch=MICRO_BATCH, precision="fp32")
     said = TOPOFLIGHT.layer_activations(share_of(shape, train, layout, on_cpu=True))
     assert said == pytest.approx(counted, rel=0.05)
@@ -198,9 +198,9 @@ def test_each_adapter_of_trl_keeps_its_own_input(targets: tuple[str, ...]) -> No
     """And the mask of its dropout, which torch has in one byte on a GPU: TRL's lora_dropout is 0.05, PEFT's 0."""
     counted = (saved_bytes(3, "lora", targets, half=True) - saved_bytes(1, "lora", targets, half=True)) / 2
     columns = sum(1376 if target == "down_proj" else 512 for target in targets)
-    shape = model_from_config({**SHAPE})
+    shape = read_model({**SHAPE})
     train = TrainSpec(method="lora", sequence_length=ROW_TOKENS, lora_rank=8, lora_targets=targets)
-    said = engine_named("trl").layer_activations(share_of(shape, train, Layout(world_size=1, micro_batch=MICRO_BATCH)))
+    said = find_engine("trl").layer_activations(share_of(shape, train, Layout(world_size=1, micro_batch=MICRO_BATCH)))
     assert said == pytest.approx(counted + MICRO_BATCH * ROW_TOKENS * columns, rel=0.05)
 
 
@@ -213,7 +213,7 @@ def test_each_adapter_of_trl_keeps_its_own_input(targets: tuple[str, ...]) -> No
 )
 def test_a_run_of_a_larger_model_needs_what_was_forecast(tmp_path, method, degrees):
     """The peak of the fullest rank lies inside the interval; the model is not the one the constants were counted on."""
-    shape = model_from_config({**SHAPE})
+    shape = read_model({**SHAPE})
     assert weights(shape).total > 5 * weights(model_named("tiny-llama")).total
     layout = Layout(micro_batch=MICRO_BATCH, precision="fp32", **degrees)
     train = TrainSpec(

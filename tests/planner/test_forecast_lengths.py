@@ -10,9 +10,9 @@ from planner.forecast import machines
 from planner.forecast.memory import memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import PlanError, TrainSpec, check_histogram, expected_longest, mean_length
-from planner.forecast.step_time import step_parts
+from planner.forecast.step_time import forecast_step
 from planner.recommend import plan, recommend
-from planner.stacks import engine_named
+from planner.stacks import find_engine
 
 DIE = tuple((tokens, 1) for tokens in range(1, 7))
 
@@ -35,7 +35,7 @@ def test_padding_makes_a_large_micro_batch_dearer_and_packing_does_not() -> None
     assert small == pytest.approx(290.0)
     assert large > 1500
     few, many = (
-        step_parts(planned.job, Layout(world_size=8, dp_shard=8, micro_batch=b, gradient_accumulation=16 // b)).gemm
+        forecast_step(planned.job, Layout(world_size=8, dp_shard=8, micro_batch=b, gradient_accumulation=16 // b)).gemm
         for b in (1, 16)
     )
     assert many > 3 * few  # a single short sequence multiplies less efficiently, else it were five times
@@ -53,7 +53,7 @@ def test_memory_follows_the_longest_row_and_grows_with_batch_and_length() -> Non
 
             def held(train: TrainSpec, batch: int) -> float:
                 layout = Layout(world_size=4, dp_shard=4, micro_batch=batch, checkpointing="full")
-                return memory_parts(model, train, layout, engine_named(train.engine)).total
+                return memory_parts(model, train, layout, find_engine(train.engine)).total
 
             cases = {
                 "rows": held(replace(train, length_histogram=rows), 32),
@@ -83,9 +83,9 @@ def test_attention_in_packed_rows_follows_the_samples() -> None:
     assert job.attended(1) == pytest.approx(length) != job.sequence(1)
     by_hand = 32 * 3.5 * 4 * 4096 * (length + 480) / 2 * 4096 / job.rates.attention
     layout = Layout(world_size=8, dp_shard=8)
-    assert step_parts(job, layout).attention == pytest.approx(by_hand)
-    whole = replace(job, engine=engine_named("torchtitan"))
-    assert step_parts(whole, layout).attention == pytest.approx(by_hand * (4096 + 480) / (length + 480))
+    assert forecast_step(job, layout).attention == pytest.approx(by_hand)
+    whole = replace(job, engine=find_engine("torchtitan"))
+    assert forecast_step(whole, layout).attention == pytest.approx(by_hand * (4096 + 480) / (length + 480))
 
 
 def test_the_recommendation_takes_small_micro_batches_for_a_long_tail() -> None:

@@ -14,9 +14,9 @@ from planner.forecast.links import Links, Speed
 from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_parts
 from planner.forecast.models import model_named
 from planner.forecast.specs import Method, TrainSpec, lora_weights, trained_weights, weights
-from planner.forecast.step_time import prepare_step, step_parts
+from planner.forecast.step_time import forecast_step, prepare_step
 from planner.search import list_broken
-from planner.stacks import engine_named
+from planner.stacks import find_engine
 
 rows = rows_of(__file__)
 MODEL = model_named("Llama-3.1-8B")  # 32 layers, h 4096, q 4096, kv 1024, f 14336
@@ -30,13 +30,13 @@ LINKS = Links(ranks_per_node=8, nodes=1, island_size=8, island=NODE, node=NODE, 
 def test_torchtitan_keeps_every_second_product() -> None:
     """The layer's input, the results of wq, wv, w1 and w2, and attention's: 4096 x 4 + 1024 + 14336 columns."""
     layout = Layout(world_size=32, dp_shard=32, micro_batch=2, checkpointing="selective")
-    parts = memory_parts(MODEL, FULL, layout, engine_named("torchtitan"))
+    parts = memory_parts(MODEL, FULL, layout, find_engine("torchtitan"))
     assert parts.activations == pytest.approx(32 * TOKENS * HALF * (4 * 4096 + 1024 + 14336))
 
 
 def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
     """Qwen3-30B-A3B: q 4096, kv 512, h 2048, 8 experts a token. 141.8 GiB were measured in 8 B200, 126 are forecast."""
-    engine, model = engine_named("torchtitan"), model_named("Qwen3-30B-A3B")
+    engine, model = find_engine("torchtitan"), model_named("Qwen3-30B-A3B")
     one, eight = (Layout(world_size=8, dp_shard=8, micro_batch=2, checkpointing="selective", ep=ep) for ep in (1, 8))
     activations = [engine.selective_activations(share_of(model, FULL, layout), 0.0) for layout in (one, eight)]
     assert activations == [TOKENS * HALF * columns for columns in (2 * 4096 + 512, 2 * 4096 + 512 + 2 * 8 * 2048)]
@@ -44,7 +44,7 @@ def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
 
 def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
     """Of 2 x 4.0 B weights: 2 + 2 + 12 bytes each, and fp32 gradients of 1e9 of them; ZeRO-2 casts all of its share."""
-    engine, count = engine_named("deepspeed"), weights(MODEL).total / 2
+    engine, count = find_engine("deepspeed"), weights(MODEL).total / 2
     three = memory_parts(MODEL, FULL, Layout(world_size=2, dp_shard=2), engine)
     two = memory_parts(MODEL, FULL, Layout(world_size=2, dp_shard=2, sharding="zero2"), engine)
     assert three.weights + three.gradients + three.optimizer == pytest.approx(16.0 * count + 4e9)
@@ -55,13 +55,13 @@ def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
 def test_without_fsdp_trl_keeps_weights_as_they_were_loaded(layout: dict, dtype: str, each: float) -> None:
     """2 bytes of weight, 2 of gradient, 4 of AdamW; accelerate's fsdp2_prepare_model makes what trains fp32."""
     train = replace(FULL, dtype=dtype)
-    parts = memory_parts(MODEL, train, Layout(**layout, gradient_accumulation=2), engine_named("trl"))
+    parts = memory_parts(MODEL, train, Layout(**layout, gradient_accumulation=2), find_engine("trl"))
     assert parts.weights + parts.gradients + parts.optimizer == pytest.approx(each * weights(MODEL).total)
 
 
 def test_what_trl_freezes_in_fp32_takes_four_bytes_and_autocasts_copies() -> None:
     """`trl sft --use_peft` loads in fp32 by itself; each frozen product saves its weight's copy for the way back."""
-    lora, engine = replace(FULL, method="lora"), engine_named("trl")
+    lora, engine = replace(FULL, method="lora"), find_engine("trl")
     wide, count = replace(lora, dtype="float32"), weights(MODEL).total
 
     def grown(layout: Layout) -> tuple[float, float]:
@@ -78,7 +78,7 @@ def test_what_trl_freezes_in_fp32_takes_four_bytes_and_autocasts_copies() -> Non
 
 def test_trl_has_the_logits_of_one_tile() -> None:
     """4,096 tokens x 32,768 entries and their weights, and fp32 gradients; before TRL 1.16 all logits at 14 bytes."""
-    lora, engine, layout = replace(FULL, method="lora"), engine_named("trl"), Layout(world_size=1)
+    lora, engine, layout = replace(FULL, method="lora"), find_engine("trl"), Layout(world_size=1)
     tile = 2.0 * 4096 * 32768 + 2.0 * 32768 * 4096 + 8.0 * 8192 * 4096
     for train, head in (
         (lora, 0.0),
@@ -108,7 +108,7 @@ def test_trl_computes_the_logits_again_in_the_backward_pass() -> None:
         found = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.zeros(8, dtype=torch.long), 1.0, 32768)
         assert len(products) == 1
         found[0].sum().backward()
-    assert len(products) == 3 and engine_named("trl").loss_again
+    assert len(products) == 3 and find_engine("trl").loss_again
 
 
 @pytest.mark.long
@@ -130,7 +130,7 @@ def test_modules_trained_whole_beside_adapters_stay_in_half_precision() -> None:
     """PEFT copies the embedding and the head in the model's type: 2 bytes of weight, 2 of gradient, 4 of AdamW."""
     lora = replace(FULL, method="lora")
     ends = replace(lora, saved_modules=("embed_tokens", "lm_head"))
-    layout, engine = Layout(world_size=1, gradient_accumulation=8, checkpointing="full"), engine_named("trl")
+    layout, engine = Layout(world_size=1, gradient_accumulation=8, checkpointing="full"), find_engine("trl")
     plain, more = (memory_parts(MODEL, train, layout, engine) for train in (lora, ends))
     held = [parts.weights + parts.gradients + parts.optimizer for parts in (plain, more)]
     assert held[1] - held[0] == pytest.approx(2 * 128256 * 4096 * 8.0)
@@ -139,7 +139,7 @@ def test_modules_trained_whole_beside_adapters_stay_in_half_precision() -> None:
 
 def test_one_gpu_alone_has_no_communication_buffers() -> None:
     """Neither NCCL's nor DeepSpeed's bucket of 5e8 half-precision values."""
-    engine = engine_named("deepspeed")
+    engine = find_engine("deepspeed")
     one, two = (
         memory_parts(MODEL, FULL, at, engine)
         for at in (Layout(world_size=1), Layout(world_size=2, dp_replicate=2, sharding="ddp"))
@@ -150,7 +150,7 @@ def test_one_gpu_alone_has_no_communication_buffers() -> None:
 
 def test_transformer_engine_keeps_what_products_need_in_a_byte() -> None:
     """Of the two norms' outputs and of the MLP's inner tensor: 2 x 4096 + 14336 bytes less per token and layer."""
-    layout, engine = Layout(world_size=8, dp_replicate=8, sharding="ddp"), engine_named("megatron")
+    layout, engine = Layout(world_size=8, dp_replicate=8, sharding="ddp"), find_engine("megatron")
     half, fp8 = (memory_parts(MODEL, FULL, at, engine).activations for at in (layout, replace(layout, precision="fp8")))
     assert half - fp8 == pytest.approx(32 * 8192.0 * (2 * 4096 + 14336))
 
@@ -158,7 +158,7 @@ def test_transformer_engine_keeps_what_products_need_in_a_byte() -> None:
 def test_peft_keeps_the_experts_it_has_added_adapters_to() -> None:
     """ParamWrapper computes with experts plus adapters, 2 bytes per weight of each layer until its backward pass."""
     model, layout = model_named("Qwen3-30B-A3B"), Layout(world_size=1)
-    engine = engine_named("trl")
+    engine = find_engine("trl")
     held = []
     for targets in (("q_proj", "v_proj"), ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")):
         train = TrainSpec(method="lora", sequence_length=512, lora_rank=8, lora_targets=targets)
@@ -174,20 +174,33 @@ def test_what_ranks_hold_as_the_model_comes_in_bounds_the_layout() -> None:
     """8B is 16 GB: on each of 8 ranks under DeepSpeed's ZeRO-2, one file of 5 GB on each under ZeRO-3, once in FSDP."""
     size = 2.0 * weights(MODEL).total
     two, three = Layout(world_size=8, dp_shard=8, sharding="zero2"), Layout(world_size=8, dp_shard=8)
-    assert engine_named("deepspeed").host_load(size, two, 8) == 8 * size
-    assert engine_named("deepspeed").host_load(size, three, 8) == 8 * 5e9
-    assert engine_named("trl").host_load(size, three, 8) == size
-    assert engine_named("topoflight").host_load(size, three, 8) == 0.0
-    small = Job(model=MODEL, train=FULL, links=LINKS, engine=engine_named("deepspeed"), rates=cpu_rates(8.0, None),
+    assert find_engine("deepspeed").host_load(size, two, 8) == 8 * size
+    assert find_engine("deepspeed").host_load(size, three, 8) == 8 * 5e9
+    assert find_engine("trl").host_load(size, three, 8) == size
+    assert find_engine("topoflight").host_load(size, three, 8) == 0.0
+    small = Job(model=MODEL, train=FULL, links=LINKS, engine=find_engine("deepspeed"), rates=cpu_rates(8.0, None),
                 host_memory_bytes=128.0 * GIB)  # fmt: skip
     unknown, rule = replace(small, host_memory_bytes=None), "host-memory-holds"
     assert "loading needs 120 GiB" in dict(list_broken(small, two))[rule]
     assert not [job for job, at in ((small, three), (unknown, two)) if rule in dict(list_broken(job, at))]
 
 
+@each_row(("engine", "whole"), [("trl", True), ("deepspeed", True), ("topoflight", False)])
+def test_transformers_loads_all_4_bit_weights_to_each_gpu_before_they_are_sharded(engine: str, whole: bool) -> None:
+    """70B of NF4 with its embeddings is 38 GiB, of which 8 ranks keep an eighth; the files do not stay in the host."""
+    large, layout = model_named("Llama-3.1-70B"), Layout(world_size=8, dp_shard=8, checkpointing="full")
+    qlora = TrainSpec(method="qlora", sequence_length=1024)
+    needs = memory_parts(large, qlora, layout, find_engine(engine)).total / GIB
+    assert 36.0 < needs < 40.0 if whole else needs < 20.0
+    assert memory_parts(large, replace(qlora, method="lora"), layout, find_engine(engine)).total / GIB < 33.0
+    small = Job(model=large, train=qlora, links=LINKS, engine=find_engine(engine), rates=cpu_rates(8.0, None),
+                host_memory_bytes=32.0 * GIB)  # fmt: skip
+    assert "host-memory-holds" not in dict(list_broken(small, layout))
+
+
 SMALL = model_named("Llama-3.2-1B")
 SHORT = TrainSpec(method="full", sequence_length=1024, fused_cross_entropy=False)
-OURS = engine_named("topoflight")
+OURS = find_engine("topoflight")
 
 
 def in_fp32(layout: Layout) -> Layout:
@@ -217,7 +230,7 @@ def test_in_fp32_frozen_weights_activations_and_what_is_gathered_are_twice_as_wi
     assert wide.gathered == 2.0 * narrow.gathered
     assert wide.weights - narrow.weights == pytest.approx(2.0 * weights(SMALL).total / 2)
     assert (wide.gradients, wide.optimizer) == (narrow.gradients, narrow.optimizer)
-    fused = engine_named("megatron")  # nothing is copied to fp32 there in half precision either
+    fused = find_engine("megatron")  # nothing is copied to fp32 there in half precision either
     stored = [fused.layer_activations(share_of(SMALL, SHORT, at)) for at in (half, in_fp32(half))]
     assert stored[1] == 2.0 * stored[0]
 
@@ -242,7 +255,7 @@ def test_in_fp32_no_optimizer_keeps_another_copy_of_the_weights(optimizer: str) 
     train = replace(SHORT, optimizer=optimizer)
     for engine in ("megatron", "deepspeed"):
         half = Layout(world_size=1)
-        narrow, wide = (memory_parts(SMALL, train, at, engine_named(engine)) for at in (half, in_fp32(half)))
+        narrow, wide = (memory_parts(SMALL, train, at, find_engine(engine)) for at in (half, in_fp32(half)))
         assert narrow.optimizer - wide.optimizer == 4.0 * weights(SMALL).total
 
 
@@ -256,18 +269,18 @@ def test_ddp_stores_all_gradients_in_addition_to_the_activations(precision):
     gradients = 4.0 * trained_weights(SMALL, train)
     assert two.gradients == gradients > one.gradients
     assert (two.activations, two.logits) == (one.activations, one.logits)
-    other, train = engine_named("trl"), replace(train, dtype="float32")  # the same buckets, and separate gradients
+    other, train = find_engine("trl"), replace(train, dtype="float32")  # the same buckets, and separate gradients
     single, both = (memory_parts(SMALL, train, layout, other).gradients for layout in (alone, pair))
     assert both == gradients + single
 
 
 def test_in_fp32_offload_and_tensor_parallelism_move_wider_words() -> None:
     """Half-precision weights go back to the GPU in two bytes each, fp32 ones in four."""
-    gpu, engine = find_gpu("NVIDIA H100 80GB HBM3"), engine_named("deepspeed")
+    gpu, engine = find_gpu("NVIDIA H100 80GB HBM3"), find_engine("deepspeed")
     job = Job(model=SMALL, train=SHORT, links=LINKS, rates=gpu_rates(gpu, SHORT, engine, "bf16"), engine=engine)
     half = Layout(world_size=8, dp_shard=8, sharding="zero2", offload="optimizer")
     tensor = Layout(world_size=8, tp=8)
-    narrow, wide = (step_parts(job, at).offload for at in (half, in_fp32(half)))
+    narrow, wide = (forecast_step(job, at).offload for at in (half, in_fp32(half)))
     assert wide - narrow == pytest.approx(2.0 * weights(SMALL).total / 8 / LINKS.host.bytes_per_second)
     sent = [prepare_step(job, at).hidden_bytes for at in (tensor, in_fp32(tensor))]
     assert sent[1] == 2.0 * sent[0] > 0.0

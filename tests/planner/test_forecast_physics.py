@@ -17,17 +17,17 @@ from planner.forecast.compute import Job, cpu_rates, gpu_rates
 from planner.forecast.engine import Engine, StateBytes, share_of
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_parts
-from planner.forecast.models import model_from_config, model_named
+from planner.forecast.models import model_named, read_model
 from planner.forecast.specs import ModelSpec, TrainSpec, lora_weights, weights
-from planner.forecast.step_time import COMMUNICATION, StepParts, step_parts
-from planner.stacks import engine_named
+from planner.forecast.step_time import COMMUNICATION, StepParts, forecast_step
+from planner.stacks import find_engine
 
 GB = 1e9
 NVLINK = Speed(bytes_per_second=336 * GB, how="derived", link="NVLink")
 RDMA = Speed(bytes_per_second=340 * GB, how="derived", link="RDMA")
 FULL = TrainSpec(method="full", sequence_length=4096)
 MODEL = model_named("Llama-3.1-8B")
-OURS = engine_named("topoflight")
+OURS = find_engine("topoflight")
 
 
 def links(nodes: int, network: float = 340 * GB) -> Links:
@@ -38,7 +38,7 @@ def links(nodes: int, network: float = 340 * GB) -> Links:
 
 def job(given: Links, train: TrainSpec = FULL, engine: str = "topoflight") -> Job:
     """The model on H100s."""
-    gpu, runs = find_gpu("NVIDIA H100 80GB HBM3"), engine_named(engine)
+    gpu, runs = find_gpu("NVIDIA H100 80GB HBM3"), find_engine(engine)
     return Job(model=MODEL, train=train, links=given, rates=gpu_rates(gpu, train, runs, "bf16"), engine=runs)
 
 
@@ -73,7 +73,7 @@ def test_states_are_eighteen_bytes_per_weight_as_published() -> None:
 def test_a_slower_network_is_never_faster() -> None:
     """Step time falls or stays with every step up in bandwidth, down to the compute."""
     layout = Layout(world_size=32, dp_shard=32, micro_batch=1)
-    seconds = [step_parts(job(links(4, rate * GB)), layout).total for rate in (1, 3, 10, 30, 100, 300)]
+    seconds = [forecast_step(job(links(4, rate * GB)), layout).total for rate in (1, 3, 10, 30, 100, 300)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] > 5 * seconds[-1]
 
@@ -81,8 +81,8 @@ def test_a_slower_network_is_never_faster() -> None:
 def test_hsdp_keeps_the_gathers_inside_the_node() -> None:
     """On a slow network sharding within the node beats sharding over all of it."""
     given = job(links(4, 5 * GB))
-    flat = step_parts(given, Layout(world_size=32, dp_shard=32, micro_batch=2))
-    hybrid = step_parts(given, Layout(world_size=32, dp_shard=8, dp_replicate=4, micro_batch=2))
+    flat = forecast_step(given, Layout(world_size=32, dp_shard=32, micro_batch=2))
+    hybrid = forecast_step(given, Layout(world_size=32, dp_shard=8, dp_replicate=4, micro_batch=2))
     assert hybrid.gather < 0.1 * flat.gather
     assert hybrid.total < flat.total
 
@@ -96,7 +96,7 @@ def test_more_micro_batches_shrink_the_bubble_as_p_minus_1_over_v_m() -> None:
             world_size=8, pp=8, gradient_accumulation=micro_batches, virtual_stages=virtual,
             schedule="interleaved" if virtual > 1 else "1f1b", sharding="ddp",
         )  # fmt: skip
-        return step_parts(given, layout).bubble
+        return forecast_step(given, layout).bubble
 
     assert share(32, 1) == pytest.approx(share(64, 1))  # seconds, not share: the bubble does not grow with m
     assert share(32, 4) == pytest.approx(share(32, 1) / 4)
@@ -108,7 +108,7 @@ def test_a_step_is_not_shorter_than_the_sends_of_a_pipeline() -> None:
     for chunks in (1, 2, 4):
         layout = Layout(world_size=32, pp=4, tp=8, gradient_accumulation=64, virtual_stages=chunks, sharding="ddp",
                         schedule="interleaved" if chunks > 1 else "1f1b")  # fmt: skip
-        assert step_parts(given, layout).total > 64 * chunks * 2 * 2 * 4096 * 4096 / (0.1 * GB), chunks
+        assert forecast_step(given, layout).total > 64 * chunks * 2 * 2 * 4096 * 4096 / (0.1 * GB), chunks
 
 
 def test_recomputation_costs_a_forward_pass_and_saves_activations() -> None:
@@ -116,7 +116,7 @@ def test_recomputation_costs_a_forward_pass_and_saves_activations() -> None:
     given = job(links(1))
     none = Layout(world_size=8, dp_shard=8, micro_batch=2)
     full = replace(none, checkpointing="full")
-    plain, again = step_parts(given, none), step_parts(given, full)
+    plain, again = forecast_step(given, none), forecast_step(given, full)
     assert again.recompute / (plain.gemm + plain.attention + plain.elementwise) == pytest.approx(1 / 3, abs=0.05)
     whole, recomputed = (memory_parts(MODEL, FULL, at, given.engine) for at in (none, full))
     assert recomputed.activations < 0.25 * whole.activations
@@ -125,8 +125,8 @@ def test_recomputation_costs_a_forward_pass_and_saves_activations() -> None:
 def test_lora_computes_two_thirds_and_sends_no_gradients() -> None:
     """Frozen weights get no gradient: two products instead of three, gathers without the reduce-scatter."""
     layout = Layout(world_size=32, dp_shard=32, micro_batch=2)
-    full = step_parts(job(links(4, 5 * GB)), layout)
-    lora = step_parts(job(links(4, 5 * GB), replace(FULL, method="lora")), layout)
+    full = forecast_step(job(links(4, 5 * GB)), layout)
+    lora = forecast_step(job(links(4, 5 * GB), replace(FULL, method="lora")), layout)
     assert lora.gemm / full.gemm == pytest.approx(2 / 3, abs=0.03)
     assert lora.gather < full.gather
     assert 0 < lora.reduce < 0.02 * full.reduce  # the adapters' gradients
@@ -139,7 +139,7 @@ def test_an_optimizer_step_reads_and_writes_what_the_stack_stores() -> None:
         ("topoflight", replace(FULL, optimizer="sgd"), 12.0),
     ):  # fmt: skip
         share = share_of(MODEL, train, Layout(world_size=1))
-        assert engine_named(engine).step_bytes(share) == each, engine
+        assert find_engine(engine).step_bytes(share) == each, engine
 
 
 def test_a_link_that_nobody_measured_widens_the_interval_by_what_it_may_show() -> None:
@@ -149,13 +149,13 @@ def test_a_link_that_nobody_measured_widens_the_interval_by_what_it_may_show() -
     sigmas = []
     for speed in (pcie, replace(pcie, link="xGMI"), replace(pcie, how="measured")):
         one = job(replace(links(1), island_size=1, island=speed, node=speed))
-        sigmas.append(sigmas_of_rates(one, layout, step_parts(one, layout))[1])
+        sigmas.append(sigmas_of_rates(one, layout, forecast_step(one, layout))[1])
     alone = job(replace(links(1), island_size=1, island=pcie, node=pcie))
-    shown = step_parts(alone, layout)
+    shown = forecast_step(alone, layout)
     assert shown.communication < 0.25 * shown.total
     assert sigmas[0] > 2 * sigmas[1] > 0.05 and sigmas[2] == 0.0  # at a third of the speed little is hidden
     replicas = Layout(world_size=1, micro_batch=2)
-    assert sigmas_of_rates(alone, replicas, step_parts(alone, replicas)) == (0.0, 0.0)
+    assert sigmas_of_rates(alone, replicas, forecast_step(alone, replicas)) == (0.0, 0.0)
 
 
 def test_gradients_of_several_micro_batches_are_added_up_in_memory() -> None:
@@ -168,12 +168,12 @@ def test_gradients_of_several_micro_batches_are_added_up_in_memory() -> None:
     fsdp = Layout(world_size=8, dp_shard=8, gradient_accumulation=4)
     for layout, share in ((ddp, 1), (fsdp, 8)):
         took, fused = (
-            step_parts(replace(one, engine=replace(one.engine, adds_in_products=added)), layout).elementwise
+            forecast_step(replace(one, engine=replace(one.engine, adds_in_products=added)), layout).elementwise
             for added in (False, True)
         )
         by_hand = 3 * 3.0 * 4.0 * weights(MODEL).total / share / one.rates.hbm
         assert took - fused == pytest.approx(by_hand), layout.family
-    assert engine_named("megatron").adds_in_products
+    assert find_engine("megatron").adds_in_products
 
 
 def test_shards_that_cross_the_network_hide_less_well() -> None:
@@ -185,7 +185,7 @@ def test_shards_that_cross_the_network_hide_less_well() -> None:
     ):  # fmt: skip
         given = job(links(nodes))
         even = replace(given, constants={**given.constants, "overlap_loss_network": given.constants["overlap_loss"]})
-        assert (step_parts(given, layout).total > step_parts(even, layout).total) == slower, layout
+        assert (forecast_step(given, layout).total > forecast_step(even, layout).total) == slower, layout
 
 
 def test_the_link_named_for_a_component_is_the_one_that_slows_it() -> None:
@@ -196,7 +196,7 @@ def test_the_link_named_for_a_component_is_the_one_that_slows_it() -> None:
         ("Llama-3.1-8B", "topoflight", Layout(world_size=16, cp=16), {"context_parallel", "gather", "reduce"}),
     ):
         fast, slow = (replace(job(links(2, rate * GB), engine=engine), model=model_named(model)) for rate in (2.0, 1.0))
-        once, later = step_parts(fast, layout), step_parts(slow, layout)
+        once, later = forecast_step(fast, layout), forecast_step(slow, layout)
         assert {name for name, seconds in once._asdict().items() if getattr(later, name) > seconds} == crossing
         used = {name: link_of(fast.links, layout, name) for name in COMMUNICATION if getattr(once, name) > 0}
         assert {name for name, link in used.items() if link is fast.links.network} == crossing
@@ -208,18 +208,18 @@ def test_what_the_host_takes_is_not_known_before_it_is_measured() -> None:
     sigmas = []
     for length in (64, 8192):
         one = job(links(1), replace(FULL, method="lora", sequence_length=length))
-        sigmas.append(sigmas_of_rates(one, layout, step_parts(one, layout)))
+        sigmas.append(sigmas_of_rates(one, layout, forecast_step(one, layout)))
     (faster, slower), hidden = sigmas
     assert (faster, slower) == pytest.approx((SIGMAS["launch"], SIGMAS["launch"]), rel=0.05)
     assert hidden == (0.0, 0.0)
-    assert sigmas_of_rates(one, layout, step_parts(one, layout), host_measured=True) == (0.0, 0.0)
+    assert sigmas_of_rates(one, layout, forecast_step(one, layout), host_measured=True) == (0.0, 0.0)
 
 
 def test_deepspeed_runs_its_hooks_on_one_rank_too() -> None:
     """One unit per layer, three passes of a recomputed one; without ZeRO-3 none."""
     one = Layout(world_size=1, checkpointing="full")
     short = replace(FULL, sequence_length=64)
-    host = [step_parts(job(links(1), short, "deepspeed"), at).host for at in (one, replace(one, sharding="ddp"))]
+    host = [forecast_step(job(links(1), short, "deepspeed"), at).host for at in (one, replace(one, sharding="ddp"))]
     given = job(links(1), short)
     hooks = 3 * 32 * given.constants["unit_kernels"] * given.rates.launch_seconds
     assert host[0] - host[1] == pytest.approx(hooks, rel=0.05)
@@ -231,9 +231,9 @@ def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     two = Links(ranks_per_node=2, nodes=1, island_size=2, island=inside, node=inside, network=None,
                 alpha_intra_seconds=0.0)  # fmt: skip
     train = replace(FULL, method="lora", sequence_length=512)
-    given = Job(model=MODEL, train=train, links=two, rates=cpu_rates(1.0, None), engine=engine_named("topoflight"))
+    given = Job(model=MODEL, train=train, links=two, rates=cpu_rates(1.0, None), engine=find_engine("topoflight"))
     layout = Layout(world_size=2, dp_shard=2, precision="fp32")
-    parts = step_parts(given, layout)
+    parts = forecast_step(given, layout)
     count = weights(MODEL)
     twice = 2 * (count.total + lora_weights(MODEL, train)) - count.head  # the head is still there for its backward pass
     assert parts.gather == pytest.approx(two.ring_seconds(4.0 * twice, 2, 1))
@@ -241,7 +241,7 @@ def test_a_cpu_hides_nothing_and_moves_fp32() -> None:
     hooks = (32 + 2) * 2 * given.constants["unit_kernels"]  # a unit for each layer, the embedding and the head
     assert parts.host == pytest.approx((32 * 2.7 * kernels + hooks) * given.rates.launch_seconds)
     half = replace(given, rates=replace(given.rates, element_bytes=2.0))
-    assert step_parts(half, layout).elementwise < parts.elementwise
+    assert forecast_step(half, layout).elementwise < parts.elementwise
 
 
 def test_the_job_scatters_a_whole_models_gradients_each_time_and_adapters_once() -> None:
@@ -251,10 +251,10 @@ def test_the_job_scatters_a_whole_models_gradients_each_time_and_adapters_once()
     slow = links(4, 5 * GB)
     lora = replace(FULL, method="lora")
     for train, times in ((FULL, 3), (lora, 1)):
-        first, more = (step_parts(job(slow, train), at).reduce for at in (once, thrice))
+        first, more = (forecast_step(job(slow, train), at).reduce for at in (once, thrice))
         assert more == pytest.approx(times * first, rel=0.1)
     gathered = replace(once, sharding="zero2"), replace(thrice, sharding="zero2")
-    first, more = (step_parts(job(slow, lora), at).gather for at in gathered)
+    first, more = (forecast_step(job(slow, lora), at).gather for at in gathered)
     assert more == pytest.approx(first, rel=0.1)  # and what stays gathered is gathered once
     gradients = [memory_parts(MODEL, lora, at, OURS).gradients for at in (once, thrice)]
     assert gradients[1] == pytest.approx(32 * gradients[0])
@@ -265,7 +265,7 @@ def test_the_job_scatters_a_whole_models_gradients_each_time_and_adapters_once()
 def test_a_pipeline_of_the_job_keeps_its_units_whole() -> None:
     """torch.distributed.pipelining gathers for good and reduces when the schedule is over."""
     layout = Layout(world_size=32, pp=2, dp_shard=16, micro_batch=1, gradient_accumulation=4)
-    held = memory_parts(MODEL, FULL, layout, engine_named("topoflight"))
+    held = memory_parts(MODEL, FULL, layout, find_engine("topoflight"))
     stage = weights(MODEL).total / 2
     assert held.gradients == pytest.approx(4 * stage, rel=0.1)
     assert held.gathered > 2 * 0.9 * stage
@@ -312,7 +312,7 @@ def test_autocast_copies_fp32_weights_of_pipelines_and_replicas() -> None:
 def test_with_full_checkpointing_logits_and_a_remade_layer_never_meet() -> None:
     """The larger of the two counts, not their sum."""
     layout = Layout(world_size=1, checkpointing="full", micro_batch=4)
-    train, engine = TrainSpec(sequence_length=4096), engine_named("torchtitan")
+    train, engine = TrainSpec(sequence_length=4096), find_engine("torchtitan")
     parts = memory_parts(MODEL, train, layout, engine)
     saved = 2.0 * 4 * 4096 * MODEL.hidden * MODEL.layers
     layer = engine.layer_activations(share_of(MODEL, train, layout))
@@ -360,10 +360,10 @@ def test_qlora_unpacks_its_weights_for_each_pass() -> None:
     plain, packed = (replace(FULL, method=method, lora_rank=8) for method in ("lora", "qlora"))
     weights_in_products = 32 * (4096 * (4096 + 2048) + 4096 * 4096 + 3 * 4096 * 14336)
     by_hand = 4 * 3 * (2.5 + 1 / 64 + 1 / 4096) * weights_in_products / (0.16 * 3.35e12)
-    assert step_parts(job(links(1), packed), layout).dequantize == pytest.approx(by_hand)
-    assert step_parts(job(links(1), packed), replace(layout, micro_batch=8)).dequantize == pytest.approx(by_hand)
-    assert step_parts(job(links(1), plain), layout).dequantize == 0.0
-    twice = step_parts(job(links(1), packed), replace(layout, checkpointing="none")).dequantize
+    assert forecast_step(job(links(1), packed), layout).dequantize == pytest.approx(by_hand)
+    assert forecast_step(job(links(1), packed), replace(layout, micro_batch=8)).dequantize == pytest.approx(by_hand)
+    assert forecast_step(job(links(1), plain), layout).dequantize == 0.0
+    twice = forecast_step(job(links(1), packed), replace(layout, checkpointing="none")).dequantize
     assert twice == pytest.approx(by_hand * 2 / 3)
 
 
@@ -392,7 +392,7 @@ def test_latent_attention_goes_through_its_ranks() -> None:
 ])  # fmt: skip
 def test_attention_runs_at_the_rate_of_its_kernel_on_this_gpu(gpu, engine, attention, measured) -> None:
     """TFLOP/s that kernels were measured with (constants.toml); an H20 multiplies at its best rate all the time."""
-    rates = gpu_rates(find_gpu(gpu), replace(FULL, attention=attention), engine_named(engine), "bf16")
+    rates = gpu_rates(find_gpu(gpu), replace(FULL, attention=attention), find_engine(engine), "bf16")
     assert rates.attention == pytest.approx(measured * 1e12, rel=0.01)
     assert (rates.gemm == find_gpu(gpu).matmul_bf16) == ("H20" in gpu.split())
 
@@ -405,13 +405,13 @@ def parts_on_a_slow_network(
     model: ModelSpec, layout: Layout, engine: str | Engine, train: TrainSpec = FULL
 ) -> StepParts:
     """One GPU per node, all traffic over 1 GB/s and nothing lost to starting it."""
-    gpu, runs = find_gpu("NVIDIA H100 80GB HBM3"), engine_named(engine) if isinstance(engine, str) else engine
+    gpu, runs = find_gpu("NVIDIA H100 80GB HBM3"), find_engine(engine) if isinstance(engine, str) else engine
     links = Links(
         ranks_per_node=1, nodes=layout.world_size, island_size=1, island=SLOW, node=SLOW, network=SLOW,
         alpha_intra_seconds=0.0, alpha_inter_seconds=0.0,
     )  # fmt: skip
     rates = gpu_rates(gpu, train, runs, "bf16")
-    return step_parts(Job(model=model, train=train, links=links, rates=rates, engine=runs), layout)
+    return forecast_step(Job(model=model, train=train, links=links, rates=rates, engine=runs), layout)
 
 
 @each_row(("engine", "sent"), [("torchtitan", 8.0), ("topoflight", 8.0), ("trl", 6.0)])
@@ -459,7 +459,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
     model = replace(DEEPSEEK_V3, layers=4, dense_layers=1)
     layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
     sent = 3 * 4 * 4096 * 8 * 7168 * 2.0 * 7 / 8 / 1e9
-    engine = replace(engine_named("megatron"), sends_tokens_once=False)
+    engine = replace(find_engine("megatron"), sends_tokens_once=False)
     assert parts_on_a_slow_network(model, layout, engine).expert_parallel == pytest.approx(sent, rel=1e-3)
     dense = replace(model, experts=0, experts_per_token=0)
     assert parts_on_a_slow_network(dense, layout, "megatron").expert_parallel == 0.0
@@ -468,7 +468,7 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
     """Eight experts at random on 8 ranks are on 8 (1 - (7/8)^8) = 5.25 of them; in half of the groups, on 3.6."""
     layout = Layout(world_size=8, dp_replicate=8, ep=8, sharding="ddp")
-    engine = engine_named("megatron")
+    engine = find_engine("megatron")
     once = parts_on_a_slow_network(EXPERTS, layout, engine).expert_parallel
     every = parts_on_a_slow_network(EXPERTS, layout, replace(engine, sends_tokens_once=False)).expert_parallel
     assert once == pytest.approx(every * (1 - (7 / 8) ** 8))
@@ -478,15 +478,15 @@ def test_a_token_goes_once_to_a_receiver_with_several_of_its_experts() -> None:
 
 def test_a_captured_step_waits_for_no_kernel_launch_and_overlaps_all_to_alls_with_compute() -> None:
     """Of 8 micro-batches, one sends its tokens alone; the others lose what any overlap with a network loses."""
-    engine = engine_named("megatron")
+    engine = find_engine("megatron")
     layout = Layout(world_size=8, dp_shard=8, ep=8, sharding="zero1", precision="mxfp8", gradient_accumulation=8)
     fast = replace(SLOW, bytes_per_second=400e9)
     links = Links(ranks_per_node=4, nodes=2, island_size=4, island=fast, node=fast, network=fast)
     rates = gpu_rates(find_gpu("NVIDIA GB200"), FULL, engine, "mxfp8")
     job = Job(model=EXPERTS, train=replace(FULL, sequence_length=512), links=links, rates=rates, engine=engine)
     older = replace(engine, cuda_graph_arguments=(), overlaps_without_pipeline=False)
-    plain = step_parts(replace(job, engine=older), layout)
-    captured = step_parts(job, layout)
+    plain = forecast_step(replace(job, engine=older), layout)
+    captured = forecast_step(job, layout)
     assert plain.host > 0.0 == captured.host
     assert captured.expert_parallel == pytest.approx(plain.expert_parallel * (1 + 7 * 0.3) / 8)
     assert captured.gemm == pytest.approx(plain.gemm)
@@ -497,19 +497,19 @@ def test_a_captured_step_waits_for_no_kernel_launch_and_overlaps_all_to_alls_wit
 def test_a_captured_step_computes_latent_attention_in_mxfp8_on_compute_capability_10_3(gpu, speed) -> None:
     """NVIDIA's recipes set fp8_dot_product_attention there, and only there; other heads are no faster in MXFP8."""
     layout = Layout(world_size=8, dp_shard=8, ep=8, sharding="zero1", precision="mxfp8", gradient_accumulation=8)
-    engine = engine_named("megatron")
+    engine = find_engine("megatron")
     rates = gpu_rates(find_gpu(gpu), FULL, engine, "mxfp8")
     for model, ratio in ((replace(DEEPSEEK_V3, dense_layers=0), speed), (GPT_OSS, 1.0)):
         job = Job(model=model, train=FULL, links=ONE_NODE, rates=rates, engine=engine)
         older = replace(job, engine=replace(engine, cuda_graph_arguments=()))
-        assert step_parts(older, layout).attention == pytest.approx(ratio * step_parts(job, layout).attention)
+        assert forecast_step(older, layout).attention == pytest.approx(ratio * forecast_step(job, layout).attention)
 
 
 def test_layers_with_mamba_2_count_as_their_share_of_all() -> None:
     """Nemotron 3 Nano: 23 of 29 mixers, and weights as transformers 5.23 builds it, without convolutions and biases."""
     nano, train = model_named("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"), replace(FULL, sequence_length=8192)
     assert weights(nano).total == pytest.approx(31_577_937_344, rel=5e-5)
-    engine = engine_named("megatron")
+    engine = find_engine("megatron")
     rates = gpu_rates(find_gpu("NVIDIA H200"), train, engine, "bf16")
     base = Job(model=nano, train=train, links=ONE_NODE, rates=rates, engine=engine)
     mixed, attention, mamba = (
@@ -536,19 +536,19 @@ def test_experts_of_a_token_lie_in_all_groups_at_most() -> None:
     config = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
               "vocab_size": 129280}  # fmt: skip
     for groups, share in (({}, 0.5), ({"n_group": 1}, 1.0), ({"n_group": 8, "topk_group": 16}, 1.0)):
-        assert model_from_config({**config, **groups}).expert_groups == share, groups
+        assert read_model({**config, **groups}).expert_groups == share, groups
 
 
 def test_fused_kernels_keep_no_output_of_the_experts() -> None:
     """Norms, attention, three MLP tensors and the input of the experts, of four copies of a token."""
     share = share_of(GPT_OSS, FULL, Layout(world_size=8, dp_shard=8, ep=8))
     by_hand = 5 * 2880 + (2 * 4096 + 2 * 512) + 3 * 4 * 2880 + 4 * 2880
-    assert engine_named("automodel").layer_activations(share) == pytest.approx(4096 * 2 * by_hand)
+    assert find_engine("automodel").layer_activations(share) == pytest.approx(4096 * 2 * by_hand)
 
 
 def test_experts_merged_with_adapters_get_a_gradient_of_their_own() -> None:
     """PEFT's W + BA has a gradient as large as W's. Experts with biases move 40 and 56.1 bytes (`expert_bytes`)."""
-    model, layout, engine = replace(GPT_OSS, layers=4), Layout(world_size=1), engine_named("trl")
+    model, layout, engine = replace(GPT_OSS, layers=4), Layout(world_size=1), find_engine("trl")
     train = replace(FULL, method="lora", lora_rank=8, lora_targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
     plain = replace(engine, merges_expert_adapters=False, expert_bytes=(0.0,) * 4)
     merged, apart = (parts_on_a_slow_network(model, layout, each, train) for each in (engine, plain))
@@ -563,7 +563,7 @@ def test_gathered_keys_and_values_hide_under_a_ranks_own_attention() -> None:
     """A ring has all of attention to hide under, one gather only what needs no other rank's keys."""
     train = replace(FULL, sequence_length=131072)
     model, layout = replace(GPT_OSS, layers=4, experts=0, experts_per_token=0), Layout(world_size=4, cp=4)
-    engine = engine_named("torchtitan")
+    engine = find_engine("torchtitan")
     gathered = parts_on_a_slow_network(model, layout, engine, train).context_parallel
     ring = parts_on_a_slow_network(model, layout, replace(engine, gathers_context=False), train).context_parallel
     assert gathered > ring > 0
@@ -572,7 +572,7 @@ def test_gathered_keys_and_values_hide_under_a_ranks_own_attention() -> None:
 def test_ranks_of_context_parallelism_shard_the_weights_too() -> None:
     """They hold the same ones: states over dp_shard x cp, as over so many data-parallel ranks."""
     train = replace(FULL, sequence_length=65536)
-    model, engine = replace(GPT_OSS, experts=0, family="llama", attention_bias=False), engine_named("torchtitan")
+    model, engine = replace(GPT_OSS, experts=0, family="llama", attention_bias=False), find_engine("torchtitan")
     ring = memory_parts(model, train, Layout(world_size=16, dp_shard=4, cp=4), engine)
     flat = memory_parts(model, train, Layout(world_size=16, dp_shard=16), engine)
     for name in ("weights", "optimizer"):

@@ -13,7 +13,7 @@ from planner.forecast import machines
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import forecast_named, plan, recommend
-from planner.search import Candidate, list_broken, search, simplest
+from planner.search import Candidate, choose_simplest, list_broken, search
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts, GpuProcess
 from topology.build import build
@@ -106,7 +106,7 @@ def test_a_gain_beyond_the_error_is_taken() -> None:
     split = next(c for c in best if c.list_complications(job.links) == ("TP",))
     for gain, chosen in ((0.05, plain), (0.20, split)):
         split.seconds = plain.seconds * (1 - gain)
-        assert simplest(job, [plain, split]) is chosen
+        assert choose_simplest(job, [plain, split]) is chosen
 
 
 def test_every_machine_to_plan_for_has_host_memory_to_offload_to() -> None:

@@ -19,7 +19,6 @@ from rigs.tables import each_row, rows_of
 from contracts.job_config import JobPlan, parse_config
 from contracts.layout import EIGHT_BITS, Layout, LayoutError
 from contracts.tables import read_table
-from finetune.parallel import settle_layout
 from planner.advice import ExportError, ExportRequest, request_of
 from planner.forecast import machines
 from planner.forecast.calibration import widths
@@ -30,7 +29,7 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import compare, forecast_layout, forecast_named, frontier, plan, recommend
 from planner.search import Candidate, first_broken, list_broken, search
-from planner.stacks import ENGINES, engine_named, exports
+from planner.stacks import ENGINES, exports, find_engine
 from planner.stacks.exports import FORMATS, export
 
 rows = rows_of(__file__)
@@ -49,7 +48,7 @@ def job(
     return Job(
         model=replace(named, quantised=quantised or named.quantised, sliding_window=window or named.sliding_window),
         train=TrainSpec(**{"method": "full", "sequence_length": 8192, "engine": engine, **train}),
-        links=LINKS, engine=engine_named(engine), rates=cpu_rates(8.0, None), has_gpu=has_gpu,
+        links=LINKS, engine=find_engine(engine), rates=cpu_rates(8.0, None), has_gpu=has_gpu,
         compute_capability=tuple(capability),
     )  # fmt: skip
 
@@ -292,8 +291,11 @@ def test_deepspeed_gives_the_published_configuration_back() -> None:
     assert list(json.loads(text)["zero_optimization"]) == list(PUBLISHED["zero_optimization"])
 
 
+@pytest.mark.long
 def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
     """The job's own reader settles on exactly the recommended layout."""
+    from finetune.parallel import settle_layout
+
     for machine, nodes, train in (
         ("dgx-h100", 2, TrainSpec(method="full", global_batch=64, sequence_length=4096)),
         ("2xa40-roce", 2, TrainSpec(method="lora", global_batch=128, sequence_length=1024)),
@@ -328,13 +330,14 @@ def test_accelerate_reads_its_file(tmp_path: Path) -> None:
 def test_trl_names_are_those_of_training_arguments() -> None:
     """Every key that is not TRL's or the model's is a field of transformers' TrainingArguments."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    data = yaml.safe_load(export("trl", request(FSDP, method="lora")))
+    data = yaml.safe_load(export("trl", request(FSDP, method="qlora")))
+    assert (data["bnb_4bit_quant_storage"], data["use_bnb_nested_quant"]) == ("bfloat16", True), "FSDP shards no bytes"
     assert data["use_liger_kernel"] is FSDP.fused_cross_entropy
     fused = yaml.safe_load(export("trl", request(replace(FSDP, fused_cross_entropy=True), method="lora")))
     assert fused["use_liger_kernel"], "the forecast has no logits of all tokens"
     known = {field.name for field in fields(transformers.TrainingArguments)}
     of_trl = {"model_name_or_path", "dtype", "attn_implementation", "max_length", "packing", "use_peft", "lora_r",
-              "lora_target_modules", "load_in_4bit"}  # fmt: skip
+              "lora_target_modules", "load_in_4bit", "bnb_4bit_quant_storage", "use_bnb_nested_quant"}  # fmt: skip
     assert set(data) - known <= of_trl
     assert data["fsdp_config"]["activation_checkpointing"] is True
     assert data["gradient_checkpointing"] is False

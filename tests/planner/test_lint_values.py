@@ -14,7 +14,7 @@ from planner.lint.environment import SETTINGS, lint
 from planner.lint.findings import CODES, TEXTS
 from planner.lint.script import NamedEnvironment
 from planner.lint.values import VALUES, strtoll
-from planner.nccl_env import __file__ as names_file, names, plugin_of, torch_names
+from planner.nccl_env import __file__ as names_file, find_plugin_of, names, torch_names
 
 rows = rows_of(__file__, "lint_values.yaml")
 ENTRIES = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
@@ -100,7 +100,7 @@ def test_every_name_is_one_that_something_reads() -> None:
         *(row["without"] for row in more["rule"] if row.get("without", "").isidentifier()),
     }  # fmt: skip
     known = {*names(), *torch_names(), *OTHERS}
-    assert not [name for name in sorted(used) if name not in known and not plugin_of(name)]
+    assert not [name for name in sorted(used) if name not in known and not find_plugin_of(name)]
 
 
 def test_every_row_is_whole() -> None:

@@ -13,8 +13,8 @@ from contracts.layout import Layout
 from planner.advice import ExportError, ExportRequest
 from planner.forecast import machines
 from planner.forecast.compute import Job, cpu_rates
-from planner.forecast.links import links_of
-from planner.forecast.models import ModelError, model_from_config, model_from_file, model_named
+from planner.forecast.links import make_links
+from planner.forecast.models import ModelError, model_named, read_model, read_model_file
 from planner.forecast.specs import TrainSpec, lora_weights, weights
 from planner.stacks import TOPOFLIGHT
 from planner.stacks.exports import export
@@ -49,7 +49,7 @@ def test_the_weights_of_any_configuration_are_those_of_the_model_built_of_it(fam
 
     for said in odd_configs(family, 8):
         (tmp_path / "config.json").write_text(json.dumps(said))
-        spec, theirs = model_from_file(tmp_path), AutoConfig.from_pretrained(tmp_path)
+        spec, theirs = read_model_file(tmp_path), AutoConfig.from_pretrained(tmp_path)
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(theirs)
         by_part = weights(spec)
@@ -77,7 +77,7 @@ def test_the_shape_and_the_layers_that_slide_are_what_transformers_says(family: 
 
     windows = ({"sliding_window": 64, "use_sliding_window": True}, {"use_sliding_window": True, "max_window_layers": 4})
     for said in (*odd_configs(family, 8), *({**odd_configs(family, 0)[0], **more} for more in windows)):
-        spec = model_from_config(said)
+        spec = read_model(said)
         theirs = AutoConfig.for_model(**said)
         kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * spec.layers
         window = None if family in WINDOWLESS else getattr(theirs, "sliding_window", None)
@@ -112,7 +112,7 @@ def test_a_known_name_is_what_its_config_json_describes(name: str) -> None:
     said = ON_THE_HUB[name]
     text = said.get("text_config", said)
     theirs = AutoConfig.for_model(**{**text, "model_type": text["model_type"].replace("kimi_k2", "deepseek_v3")})
-    spec = model_from_config({**theirs.to_dict(), **({"head_dim": None} if hasattr(theirs, "kv_lora_rank") else {})})
+    spec = read_model({**theirs.to_dict(), **({"head_dim": None} if hasattr(theirs, "kv_lora_rank") else {})})
     known = model_named(name)
     assert replace(spec, name=name, max_positions=known.max_positions, rope_types=known.rope_types) == known
     with torch.device("meta"):
@@ -127,7 +127,7 @@ def test_a_layer_without_experts_and_a_shared_expert_take_time() -> None:
     def seconds(**change: int) -> float:
         model = replace(base, ffn=12288, **change)
         train = TrainSpec(method="full", sequence_length=4096)
-        links = links_of(machines.cluster("dgx-h100"))
+        links = make_links(machines.cluster("dgx-h100"))
         job = Job(model=model, train=train, links=links, engine=TOPOFLIGHT, rates=cpu_rates(4.0, None))
         return job.layer(Layout(world_size=1), 8192.0).gemm
 
@@ -139,7 +139,7 @@ def test_a_layer_without_experts_and_a_shared_expert_take_time() -> None:
 
 def test_adapters_go_to_experts_shared_experts_and_dense_layers() -> None:
     """Counted by hand: r x (in + out) for each matrix; 3 layers with experts, 1 without."""
-    spec = model_from_config(rows("some_experts")())
+    spec = read_model(rows("some_experts")())
     train = TrainSpec(lora_rank=2, lora_targets=("up_proj",))
     assert lora_weights(spec, train) == 2 * (3 * (5 * (64 + 30) + (64 + 70)) + (64 + 100))
     assert lora_weights(model_named("Llama-3.1-8B"), TrainSpec(lora_rank=16)) == 41_943_040  # as PEFT prints them
@@ -169,7 +169,7 @@ def test_dense_layers_that_are_no_list_of_numbers_are_refused(named: object) -> 
     """The message names the key."""
     config = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
     with pytest.raises(ModelError, match="mlp_only_layers"):
-        model_from_config({**config, "vocab_size": 96, "mlp_only_layers": named})
+        read_model({**config, "vocab_size": 96, "mlp_only_layers": named})
 
 
 LLAMA: dict = rows("llama")()
@@ -179,7 +179,7 @@ LLAMA: dict = rows("llama")()
 def test_broken_configs_name_the_key(change: dict[str, object], says: str) -> None:
     """The message names the key and its value."""
     with pytest.raises(ModelError, match=says):
-        model_from_config({**LLAMA, **change})
+        read_model({**LLAMA, **change})
 
 
 def test_a_name_or_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_a_name_or_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
     assert model_named("qwen/qwen3-8b").hidden == model_named("Qwen3-8B").hidden
     (tmp_path / "config.json").write_text("{nope")
     with pytest.raises(ModelError, match=r"config\.json: not JSON"):
-        model_from_file(tmp_path)
+        read_model_file(tmp_path)
 
 
 def test_quantised_weights_are_named() -> None:
     """By the method that config.json names; the model that they were made from has none."""
     quantised = {**LLAMA, "quantization_config": {"quant_method": "gptq", "bits": 4}}
-    assert (model_from_config(quantised).quantised, model_from_config(LLAMA).quantised) == ("gptq", "")
+    assert (read_model(quantised).quantised, read_model(LLAMA).quantised) == ("gptq", "")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import platform_machines as built
 import yaml
+from jinja2 import Template
 from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import ROOT, each_row, rows_of
@@ -20,9 +21,9 @@ from agent.checks.verdict import judge
 from contracts.tables import read_table
 from planner.advice import Recommendation
 from planner.forecast import machines
-from planner.nccl_env import Platform, Recipe, names, platforms
+from planner.nccl_env import Platform, names, platforms
 from planner.nccl_env.environment import render_settings
-from planner.nccl_env.situation import recognise, situation
+from planner.nccl_env.situation import make_situation, recognise
 from probes.api import Snapshot
 from topology.build import build
 from topology.cluster import join
@@ -53,7 +54,7 @@ def transport(found: Recommendation) -> dict[str, str]:
 def row_of(machine: str | Snapshot) -> Platform | None:
     """The platform that the machine is recognised as."""
     snapshot = seen(machine) if isinstance(machine, str) else machine
-    return recognise(situation([snapshot], join([build(snapshot)])).nodes[0])
+    return recognise(make_situation([snapshot], join([build(snapshot)])).nodes[0])
 
 
 @each_row("machine", EXPECTED)
@@ -168,89 +169,34 @@ def test_recipes_are_whole() -> None:
 # -- The docs ---------------------------------------------------------------------------------------------------------
 
 
-def published(recipe: Recipe) -> dict:
-    """The row of a recipe in platforms.toml; `by` names what sets its variables, `more` has further sources."""
-    return next(row for row in TABLE["recipe"].values() if row["values"] == recipe.values)
-
-
-def compared(row: Platform) -> list[tuple[str, str, str, str]]:
-    """(variable, published, ours, reason) of one platform: its recipe first, then what ours adds."""
-    found = advice(row.machine)
-    ours = transport(found)
-    lines = []
-    for name, (value, recipe) in row.values().items():
-        mine = ours.get(name)
-        if mine == value:
-            reason = "as published"
-        elif row.amd:
-            reason = "RCCL is not supported yet"
-        elif row.plugin:
-            reason = "the vendor's script or manifest sets it, and is never overwritten"
-        else:
-            reason = published(recipe).get("by") or TABLE["why"][name]
-        lines.append((name, value, mine or "not set", reason))
-    for each in found.settings:
-        if each.name in ours and each.name not in row.values():
-            lines.append((each.name, "—", each.value, each.reason.rule.split(";")[0].split(". ")[0]))
-    return lines
-
-
 def pages() -> dict[str, str]:
     """What is published for each platform and what of it is advised, as a table; why the rest is not set."""
-    sources: dict[str, str] = {}
-    why: dict[str, list[str]] = {}
-    shown: dict[str, dict[str, list[str]]] = {}
-    columns = ("advised", "not set", "ours")
-    lines = [
-        "| platform | recognised by | advised as published | published, but not set | set by Topoflight itself |",
-        "|---|---|---|---|---|",
-    ]
-    for row in platforms():
-        of_row = [published(recipe) for recipe in row.recipes]
-        first, more = [each["source"] for each in of_row], [key for each in of_row for key in each.get("more", ())]
-        named = {TABLE["source"][key]["name"]: TABLE["source"][key]["date"] for key in (*first, *more)}
-        sources |= named
-        numbers = "".join(f" [{list(sources).index(name) + 1}]" for name in named)
-        outcomes: dict[str, list[str]] = {}
-        for name, value, mine, reason in compared(row) if row.machine else ():
-            kind = "advised" if mine == value else "not set" if mine == "not set" else "ours"
-            outcomes.setdefault(kind, []).append(f"`{name}={mine if kind == 'ours' else value}`")
-            if kind == "not set" and not (row.amd or row.plugin):
-                known = why.setdefault(reason, [])
-                known += [f"`{name}`"] if f"`{name}`" not in known else []
-        if not row.machine:
-            listed = [f"`{name}={value}`" for name, (value, _) in row.values().items()]
-            outcomes["not set"] = ["not compared, because no test has such a machine:", *listed] if listed else []
-        if row.plugin:  # long lists, of which nothing is for a user to decide
-            outcomes["not set"] = [f"{len(outcomes['not set'])} variables of the vendor's script or manifest"]
-        alike = next((name for name, each in shown.items() if each == outcomes and any(each.values())), None)
-        shown[row.name] = outcomes
-        cells = [f"the same as {alike}", "", ""] if alike else [" ".join(outcomes.get(kind, ())) for kind in columns]
-        cells[0] = f"run the vendor's script `{row.script[0]}`" if row.script and not alike else cells[0]
-        cells[0] = "none: RCCL is not supported yet" if row.amd else cells[0]
-        cells[0] = cells[0] if any(cells) else "nothing to set"
-        lines.append(f"| {' | '.join((f'**{row.name}**{numbers}', _facts(row), *cells))} |")
-    listed = [f"{number}. {name}, {date}" for number, (name, date) in enumerate(sources.items(), 1)]
-    reasons = [f"- {reason}: {', '.join(names)}" for reason, names in why.items()]
+    sources: list[dict] = []
+    why: dict[str, dict[str, None]] = {}
+    rows: list[tuple[Platform, list[int], str, dict[str, list[str]]]] = []
+    for raw, row in zip(TABLE["platform"], platforms(), strict=True):
+        recipes = [TABLE["recipe"][key] for key in raw["recipes"]]
+        keys = [each["source"] for each in recipes] + [key for each in recipes for key in each.get("more", ())]
+        named = [TABLE["source"][key] for key in dict.fromkeys(keys)]
+        sources += [each for each in named if each not in sources]
+        published = {name: (value, each) for each in recipes for name, value in each["values"].items()}
+        ours = transport(advice(row.machine)) if row.machine else {}
+        found = {
+            "advised": [f"{name}={value}" for name, (value, _) in published.items() if ours.get(name) == value],
+            "not_set": [f"{name}={value}" for name, (value, _) in published.items() if name not in ours],
+            "ours": [f"{name}={value}" for name, value in ours.items() if value != published.get(name, ("",))[0]],
+        }
+        for name, (_, each) in published.items() if row.machine and not (row.amd or row.plugin) else ():
+            if name not in ours:  # `by` names what sets the variables of a recipe
+                why.setdefault(each.get("by") or TABLE["why"][name], {})[name] = None
+        alike = next((other.name for other, *_, each in rows if each == found and any(each.values())), "")
+        rows.append((row, [sources.index(each) + 1 for each in named], alike, found))
+    template = Template(Path(__file__).with_name("platforms.md.j2").read_text(encoding="utf-8"), trim_blocks=True)
+    reasons = [f"- {reason}: {', '.join(f'`{name}`' for name in names)}\n" for reason, names in why.items()]
     return {
-        "reference/platforms.md": "\n".join((*lines, "", "## Sources", "", *listed)) + "\n",
-        "decisions/0024-published-and-not-set.md": "\n".join(reasons) + "\n",
+        "reference/platforms.md": template.render(rows=rows, sources=sources),
+        "decisions/0024-published-and-not-set.md": "".join(reasons),
     }
-
-
-def _facts(row: Platform) -> str:
-    if not row.recognised:
-        return "not recognised"
-    clouds = {"aws": "Amazon EC2", "azure": "Azure", "gcp": "Google", "oci": "Oracle"}
-    parts = [clouds[row.cloud]] if row.cloud else []
-    for name, pattern in (("product", row.product), ("GPU", row.gpu)):
-        parts += [f"{name} <code>{pattern.replace('|', '&#124;')}</code>"] if pattern else []
-    parts += ["AMD GPUs"] if row.amd else []
-    fabric = {"cxi": "Cassini NICs", "ethernet": "only Ethernet", "roce": "RoCE ports", "efa": "EFA devices",
-              "infiniband": "InfiniBand ports"}  # fmt: skip
-    if row.fabric:
-        parts.append(fabric[row.fabric] + (f", at least {row.nics}" if row.nics else ""))
-    return "; ".join(parts)
 
 
 def test_page_of_platforms_is_drawn_from_the_data() -> None:

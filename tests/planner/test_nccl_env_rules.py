@@ -17,7 +17,7 @@ from rigs.tables import each_row, rows_of
 from planner import nccl_env
 from planner.advice import Recommendation
 from planner.forecast import machines
-from planner.nccl_env import names, nearest, newest_read, parse_version, plugin_names, plugin_of, replacement
+from planner.nccl_env import find_plugin_of, names, nearest, newest_read, parse_version, plugin_names, replacement
 from planner.nccl_env.environment import FORMATS, RenderError, render_settings
 from planner.nccl_env.situation import Reason, Setting
 from probes.api import Failed, Snapshot
@@ -279,13 +279,13 @@ def test_replacements_exist_and_each_plugin_says_who_reads_its_names() -> None:
     assert plugins >= {"aws-ofi-nccl", "GPUDirect-TCPX", "GPUDirect-TCPXO", "gIB", "SHARP", "UCX", "RCCL", "Spectrum-X",
                        "Inspector", "profiler"}  # fmt: skip
     assert all(each.reader and each.source for each in plugin_names())
-    assert [name for name, entry in names().items() if entry.status == "current" and plugin_of(name)] == []
+    assert [name for name, entry in names().items() if entry.status == "current" and find_plugin_of(name)] == []
 
 
 @each_row(("name", "plugin"), rows("plugins"))
 def test_plugin_of(name: str, plugin: str) -> None:
     """Names of plugins come first."""
-    found = plugin_of(name)
+    found = find_plugin_of(name)
     assert found is not None and found.plugin == plugin
 
 

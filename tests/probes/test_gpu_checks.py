@@ -15,7 +15,7 @@ from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
 from agent.checks.view import build_view, fail_full_gpus
-from agent.metrics import _link_values as link_values
+from agent.metrics import _list_link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.gpu import facts as gpu_facts, health as xid
@@ -29,8 +29,8 @@ from probes.host.recording import RecordedHost
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from topology.build import build
-from topology.check import departures
-from topology.derive import reference_of
+from topology.check import describe_departures
+from topology.derive import find_reference
 
 rows = rows_of(__file__, "gpu_findings.yaml")
 
@@ -437,7 +437,7 @@ def test_no_rdma_device_is_never_said_where_there_is_one() -> None:
         snapshot, rdma=dataclasses.replace(rdma, devices=devices), pci=dataclasses.replace(pci, devices=blind)
     )
     node = build(seen)
-    assert not [words for words in departures(node) if "RDMA" in words], departures(node)
+    assert not [words for words in describe_departures(node) if "RDMA" in words], describe_departures(node)
     said = [f for f in findings(seen) if "no RDMA device" in f.message]
     assert said == []
     unknown = [f for f in findings(seen) if f.code == "pci.nic.no_rdma"]
@@ -476,5 +476,5 @@ def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str
     renamed = dataclasses.replace(
         node, product=None, gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
     )
-    row = reference_of(renamed)
+    row = find_reference(renamed)
     assert (row.called if row else None) == sku

@@ -26,7 +26,7 @@ from rigs.tables import ROOT
 from rigs.waiting import eventually
 
 from contracts.run_record import read
-from topology.slurm_conf import Placement, topology_conf
+from topology.slurm_conf import Placement, format_topology_conf
 
 SCRIPTS = ROOT / "deploy" / "slurm"
 
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory):
     expect(folder, "")
     more = f"Prolog={folder}/scripts/prolog.sh\nEpilog={folder}/scripts/epilog.sh\n"
     placed = [Placement(node=f"node0{n}", leaves=frozenset({f"leaf{n}"})) for n in (1, 2, 3)]
-    (folder / "topology.conf").write_text(topology_conf(placed))
+    (folder / "topology.conf").write_text(format_topology_conf(placed))
     more += "TopologyPlugin=topology/tree\n"
     more += f"HealthCheckProgram={folder}/scripts/health-check.sh\nHealthCheckInterval=0\nHealthCheckNodeState=ANY\n"
     with slurm_cluster(folder, 3, more) as made:

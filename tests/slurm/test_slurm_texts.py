@@ -35,7 +35,7 @@ from planner.slurm import parse_limit, wrap_script
 from probes.api import read_host_name
 from probes.interfaces.facts import InterfacesFacts
 from probes.rdma.facts import RdmaFacts
-from topology.slurm_conf import Placement, placement_of, topology_conf
+from topology.slurm_conf import Placement, find_placement, format_topology_conf
 
 rows = rows_of(__file__)
 
@@ -416,7 +416,7 @@ TREE = ["SwitchName=leaf1 Nodes=n[01-04]", "SwitchName=leaf3 Nodes=n[05-06]", "S
 
 def test_topology_conf_is_written() -> None:
     """Rails are one line; a node without LLDP is named."""
-    tree, blocks = topology_conf(RAILS), topology_conf(NVL, has_blocks=True)
+    tree, blocks = format_topology_conf(RAILS), format_topology_conf(NVL, has_blocks=True)
     assert [line for line in tree.splitlines() if not line.startswith("#")] == TREE
     assert "Unknown place, add them yourself: n07" in tree
     assert [line.partition(" #")[0] for line in blocks.splitlines() if not line.startswith("#")] == [
@@ -431,7 +431,7 @@ def test_a_node_is_placed_by_the_switches_of_its_rdma_ports() -> None:
     ports = {port.netdev for device in rdma.devices for port in device.ports}
     links = tuple(replace(link, neighbour="leaf7 Ethernet1/5" if link.name in ports else "mgmt 3")
                   for link in facts.interfaces)  # fmt: skip
-    placed = placement_of(recorded.with_facts(InterfacesFacts, lambda facts: replace(facts, interfaces=links)))
+    placed = find_placement(recorded.with_facts(InterfacesFacts, lambda facts: replace(facts, interfaces=links)))
     assert placed.leaves == ({"leaf7"} if ports & {link.name for link in links} else {"mgmt"})
     done = topoflight("topo", "--host", path_of(), "-o", "slurm")
     assert done.exit_code == 0 and placed.node in done.stdout

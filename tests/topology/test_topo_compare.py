@@ -13,7 +13,7 @@ from probes.gpu.probe import PROBE as GPU_PROBE
 from probes.rdma.facts import RdmaFacts
 from probes.registry import check_facts
 from topology.cluster import join
-from topology.diff import diff, diff_text, fleet, fleet_text
+from topology.diff import diff, fleet, format_diff, format_fleet
 from topology.formats.text import parse
 
 HGX, P4D, GB200, A40 = "hgx-h100-8xH100-8hca", "aws-p4d-8xA100-4efa", "gb200-nvl72-tray", "r760xa-2xA40-bf3"
@@ -58,7 +58,7 @@ def test_differences_in_words():
     ]
     wrong = [(expected, found[:1]) for found, expected in rows if next(iter(messages(found)), None) != expected]
     assert not wrong
-    assert diff_text(()).startswith("✓ no differences that affect training → ")
+    assert format_diff(()).startswith("✓ no differences that affect training → ")
     of_gpu = [message for message in messages(diff(sound, lost)) if "GPU5" in message]
     assert of_gpu[0].startswith(f"GPU5 state ok on {here}, lost"), "told once, not by its paths"
     assert not any("path" in message for message in of_gpu)
@@ -113,7 +113,7 @@ def test_fleet_finds_the_odd_nodes_among_hundreds():
     assert (view.total, len(family.common.nodes)) == (122, 120)
     assert {group.nodes[0] for group in family.odd} == {snapshot.hostname for snapshot in odd}
     assert all(group.differences[0].status is Status.FAIL for group in family.odd)
-    lines = {line.partition("    ")[2] for line in fleet_text(view).splitlines()}
+    lines = {line.partition("    ")[2] for line in format_fleet(view).splitlines()}
     assert {"GPU3 NVLinks 18 -> 16", "memlock unlimited -> 64 KiB"} <= lines
 
 

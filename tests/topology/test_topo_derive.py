@@ -9,8 +9,8 @@ from rigs.tables import each_row, rows_of
 from hardware.machines import machines
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
-from topology.check import check, departures
-from topology.derive import complete, reference_of
+from topology.check import check, describe_departures
+from topology.derive import complete, find_reference
 from topology.graph import (
     GpuNode,
     NicNode,
@@ -116,9 +116,9 @@ def test_what_follows_from_the_pairs():
         "no capability, no plan": ((rate(UNNAMED), "compute capability" in plan(UNNAMED).derivation[0]), (None, True)),
         "four direct links add up": (rate(node(4, dict.fromkeys(combinations(range(4), 2), "NV4"))), 240.0),
         "a switch's do not": (rate(node(8, dict.fromkeys(combinations(range(8), 2), "NV12"))), 240.0),
-        "PCIe cards are no HGX": (reference_of(node(8, {}, model="NVIDIA H100 PCIe")), None),
+        "PCIe cards are no HGX": (find_reference(node(8, {}, model="NVIDIA H100 PCIe")), None),
         "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
-        "and the loss is told": ("This node has 7 GPUs, HGX H100/H200 has 8" in departures(SEVEN), True),
+        "and the loss is told": ("This node has 7 GPUs, HGX H100/H200 has 8" in describe_departures(SEVEN), True),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "a board of unknown model may be one": (
             [codes(with_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
@@ -229,7 +229,7 @@ def test_every_machine_has_labels_that_exist():
 def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, product, gpus, sku):
     made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
     assert complete(made).sku == sku
-    assert [words for words in departures(made) if sku is None] == []
+    assert [words for words in describe_departures(made) if sku is None] == []
 
 
 def test_gpus_without_a_nic_of_their_own_are_by_design_only_if_nics_are_fewer() -> None:

@@ -503,6 +503,14 @@ def test_a_script_needs_no_change_and_may_have_any_name(tmp_path: Path) -> None:
     assert sorted(ranks.read_settled_run(tmp_path / "own-run")[0].states) == [0, 1]
 
 
+@pytest.fixture
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses of --watch in which no process of these tests does anything."""
+    monkeypatch.setattr(ranks, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(ranks, "SETTLED_SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("quick_watch")
 def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     """The rank that failed first is named; the record's notes and why.json hold the same line."""
     run_record.save(tmp_path / "run.json", RunRecord(status="failed", host="trainer-0"))
@@ -528,6 +536,7 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     assert "hunter22" not in ended.output + "".join(path.read_text() for path in tmp_path.glob("*.json"))
 
 
+@pytest.mark.usefixtures("quick_watch")
 def test_watch_continues_while_torchrun_may_restart_the_ranks(tmp_path: Path) -> None:
 
     def write(**values) -> None:

@@ -7,7 +7,7 @@ import yaml
 from rigs.tables import each_row
 
 from agent.why import diagnosis
-from collectives.traces.watchdog import read_stacks
+from collectives.traces.watchdog import StackReader
 
 ROWS = yaml.safe_load(Path(__file__).with_name("why_logs.yaml").read_text(encoding="utf-8"))
 
@@ -30,14 +30,21 @@ def test_a_log_accuses_whom_it_proves_and_nobody_else(tmp_path: Path, row: dict)
 PY_SPY, DEBUG = (row["text"] for row in ROWS[-2:])
 
 
+def stacks_of(text: str, rank: int | None = None) -> list[tuple]:
+    """Return rank, process and frames of each main thread in a text."""
+    reader = StackReader(rank)
+    for line in text.splitlines():
+        reader.line(line)
+    reader.end_process()
+    return [(*key, frames) for key, frames in reader.found.items()]
+
+
 def test_stacks_of_three_tools_are_read() -> None:
     frames = ("train.py:31 load_batch", "train.py:90 <module>")
-    (one,) = read_stacks(PY_SPY.splitlines())
-    assert (one.pid, one.rank, one.frames) == (4711, None, frames)
+    assert stacks_of(PY_SPY) == [(None, 4711, frames)]
     fault = DEBUG.partition("===\n")[2].partition("=== Rank 1")[0]
-    (two,) = read_stacks(fault.splitlines(), rank=3)
-    assert (two.rank, two.frames) == (3, frames)
-    assert [(each.rank, each.frames) for each in read_stacks(DEBUG.splitlines())] == [(0, frames), (1, frames)]
+    assert stacks_of(fault, rank=3) == [(3, None, frames)]
+    assert stacks_of(DEBUG) == [(0, None, frames), (1, 4711, frames)]
 
 
 def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:

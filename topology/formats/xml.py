@@ -22,7 +22,7 @@ from probes.pci.facts import PciDevice
 from topology.derive import complete
 from topology.formats import TopologyFileError
 from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
-from topology.links import PciTree, joined, pcie_pair
+from topology.links import PciTree, joined, pair_by_pcie
 
 SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
@@ -55,7 +55,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         parts.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
         walk(cpu, position, None, parts)
     tree = PciTree(parts.pci.values(), own_links=True)
-    gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in numbered(parts.gpus))
+    gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in number_gpus(parts.gpus))
     ordered = sorted(parts.nics, key=lambda item: item[0])
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
     warnings += _list_warnings(parts, gpus)
@@ -103,7 +103,7 @@ def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, parts: Found, tree: 
         return joined(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
     label = _find_label(first, second, parts, tree)
-    return pcie_pair(a, b, label, tree, parts.cpus[parts.cpu_of[first]], evidence="<pci> ancestry")
+    return pair_by_pcie(a, b, label, tree, parts.cpus[parts.cpu_of[first]], evidence="<pci> ancestry")
 
 
 def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
@@ -151,7 +151,7 @@ def _parse_number(text: str | None) -> int | None:
     return int(match[1], 16 if "x" in match[1].lower() else 10) if match else None
 
 
-def bus_id_of(text: str) -> str:
+def normalise_bus_id(text: str) -> str:
     """Convert to the form of sysfs: lower case, with a domain of four digits if possible."""
     text = text.strip().lower()
     match = re.fullmatch(r"([0-9a-f]{1,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])", text)
@@ -174,7 +174,7 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, parts: Found) -
     attributes = element.attributes
     if "busid" not in attributes:
         raise TopologyFileError(parts.source, element.line, _text("no_busid"))
-    bus_id = bus_id_of(attributes["busid"])
+    bus_id = normalise_bus_id(attributes["busid"])
     if bus_id in parts.pci:
         raise TopologyFileError(parts.source, element.line, _text("busid_twice", bus_id=bus_id))
     numa = parts.numa_nodes[cpu]
@@ -251,14 +251,14 @@ def _parse_link(element: Element, parts: Found) -> NvLinkTarget:
     if count is None or count < 0:
         raise TopologyFileError(parts.source, element.line, _text("nvlink_count", count=attributes.get("count")))
     kinds = {0x068000: "nvswitch", 0x068001: "cpu", 0x030000: "gpu", 0x030200: "gpu"}
-    target = bus_id_of(attributes.get("target", ""))
+    target = normalise_bus_id(attributes.get("target", ""))
     # NCCL writes a target of all f's if a hypervisor hides the switch.
     hidden = re.fullmatch(r"f+:f+:f+(\.f)?", target) is not None
     kind = kinds.get(_parse_number(attributes.get("tclass")) or -1, "nvswitch" if hidden else "unknown")
     return NvLinkTarget(bus_id=None if hidden else target, count=count, kind=kind)
 
 
-def numbered(gpus: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
+def number_gpus(gpus: list[tuple[GpuNode, str]]) -> tuple[GpuNode, ...]:
     """Number GPUs by `dev` if every GPU has its own, else by bus id as CUDA does."""
     devs = [dev for _, dev in gpus]
     by_bus_id = {gpu.bus_id for gpu, _ in gpus}
