@@ -121,8 +121,7 @@ def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
                if event.code in PARTS and not event.is_finding}  # fmt: skip
     yield "change_timestamp_seconds", [((part,), float(int(changed_at))) for part, changed_at in changed.items()]
     yield "checks", [((status,), float(statuses[status])) for status in STATUSES]
-    words = ("pass", "warn", "unknown", "fail")
-    yield "gate_status", [((word,), float(view.verdict.word == word)) for word in words]
+    yield "gate_status", [((word,), float(view.verdict.word == word)) for word in STATUSES if word != "info"]
 
 
 def _list_fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -80,11 +80,12 @@ def series(text: str) -> str:
 
 def make_finding_alert(
     *, name: str, codes: str, severities: str, severity: str, summary: str, what: str, case: str, subject: str = "",
-    as_severity: str = "fail", hold: str = "5m",
+    as_severity: str = "fail", hold: str = "5m", unlike: str = "",
 ) -> Alert:  # fmt: skip
     """Return an alert that fires while a finding exists whose code matches `codes` (a regular expression).
 
-    `case` and `subject` are code and subject of the test's finding: a GPU, a port, an interface; empty: the node.
+    With `unlike`, one of these codes, it fires for all codes that `codes` does not match. `case` and `subject` are code
+    and subject of the test's finding: a GPU, a port, an interface; empty: the node.
     """
     where, place = (
         "{{ with $labels.subject }}{{ . }} of {{ end }}" + NODE,
@@ -95,7 +96,7 @@ def make_finding_alert(
         name=name,
         # The label `severity` of the finding would overwrite that of the alert, so it is renamed to `outcome`.
         expr="max by (job, instance, node, code, outcome, subject) "
-        f'(label_replace({finding}{{code=~"{codes}",severity=~"{severities}"}}, '
+        f'(label_replace({finding}{{code{"!~" if unlike else "=~"}"{codes}",severity=~"{severities}"}}, '
         '"outcome", "$1", "severity", "(.*)")) > 0',
         severity=severity,
         summary=summary,
@@ -106,7 +107,7 @@ def make_finding_alert(
         firing={series(f'{finding}{{code="{case}", severity="{as_severity}", subject="{subject}"}}'): "1x120"},
         quiet={
             series(f'{finding}{{code="{case}", severity="unknown"}}'): "1x120",
-            series(f'{finding}{{code="other.{case}", severity="fail"}}'): "1x120",
+            series(f'{finding}{{code="{unlike or f"other.{case}"}", severity="fail"}}'): "1x120",
         },
         labels={"code": case, "outcome": as_severity} | ({"subject": subject} if subject else {}),
         fired_description=f"{what} Finding {case} ({as_severity}): {place}.",
@@ -203,7 +204,8 @@ def _read(row: dict[str, Any]) -> tuple[Alert, ...]:
 def _read_table() -> list[dict[str, Any]]:
     text = Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8")
     silent = {"SILENT_INTERVALS": SILENT_INTERVALS, "LEAST_SILENT_SECONDS": round(LEAST_SILENT_SECONDS)}
-    for name, value in {"NODE": NODE, **silent}.items():
+    codes = "|".join(row["codes"] for row in yaml.safe_load(text) if "codes" in row and "unlike" not in row)
+    for name, value in {"NODE": NODE, "CODES": codes, **silent}.items():
         text = text.replace(f"{{{name}}}", str(value))
     return list(yaml.safe_load(text))
 

@@ -11,7 +11,7 @@ from contracts.finding import Finding, Status, by_loss
 from contracts.tables import read_table, read_texts
 from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
-from hardware.units import some
+from hardware.units import gigabits, some
 from probes.api import finding, list_codes
 from topology.derive import find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
@@ -145,7 +145,10 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     decided = [near for near in node.nearest_nic if near.decidable]
     direct = {nic for near in decided if uses_gdr(near, farthest) for nic in near.nics}
-    lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if without_gdr(gpu.model or "")}
+    # Unnamed GPUs in the shape of a GB200 or GB300 tray may reach their NICs over C2C, with GPUDirect RDMA.
+    shape = len(node.gpus) == 4 and {near.label for near in decided} == {"NODE"}
+    tray = shape and not any(gpu.model for gpu in node.gpus) and _count_switch_links(node) == most_links()
+    lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if tray or without_gdr(gpu.model or "")}
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in decided:
         if near.why:
@@ -257,18 +260,25 @@ def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _check_rails(node: NodeTopology) -> Iterator[Finding]:
-    """Report GPUs that share fewer NICs than others do. GPUs that are equally near to the same NICs share them all."""
+    """Report GPUs that share fewer NICs than others do, or, in NCCL's XML, slower ones (probes.rdma judges a scan's).
+
+    GPUs that are equally near to the same NICs share them all.
+    """
+    rates = {nic.name: nic.rate_bytes_per_second or 0.0 for nic in node.nics if node.source == "NCCL XML"}
+    used = {name: rates.get(name, 0.0) for rail in node.rails for name in rail.nics}
+    best = max(used.values(), default=0.0)
+    slow = [f"{name} has {gigabits(rate)} of {gigabits(best)}" for name, rate in used.items() if 0.0 < rate < best]
     shared = Counter(near.nics for near in node.nearest_nic if near.local and near.decidable and not near.why)
     loads = Counter[float]()
     for nics, gpus in shared.items():
-        loads[gpus / len(nics)] += min(gpus, len(nics))
+        weight = sum((used.get(name) or best) / best for name in nics) if best else len(nics)
+        loads[gpus / weight] += min(gpus, len(nics))
     # More NICs than most GPUs have cost nothing; fewer NICs slow every ring down to their rate.
     usual = min(loads, key=lambda load: (-loads[load], load), default=0.0)
     if lost := 1.0 - usual / max(loads, default=1.0) if loads else 0.0:
-        without = [near.gpu for near in node.nearest_nic if near.decidable and not near.local]
         rails = "; ".join(f"rail {rail.rail}: {', '.join(rail.nics)} for {', '.join(rail.gpus)}" for rail in node.rails)
-        seen = (f"no local NIC: {', '.join(without)}",) if without else ()
-        yield finding(TEXTS, "topology.rail.uneven", by_loss(lost), "", seen, rails=rails + _describe_fewer_nics(node))
+        rails = some(slow) or rails + _describe_fewer_nics(node)
+        yield finding(TEXTS, "topology.rail.uneven" + " slow" * bool(slow), by_loss(lost), "", rails=rails)
 
 
 def _describe_fewer_nics(node: NodeTopology) -> str:

@@ -1,8 +1,8 @@
 """Differences between two snapshots, or within a fleet, that matter for training; the worst come first.
 
-Traits are compared: the properties of a snapshot that should be equal over time and between nodes. Identifiers of one
-machine (addresses, GUIDs, serial numbers) and volatile values (temperature, load, memory in use, link generation of an
-idle GPU) are left out on purpose.
+Traits are compared: the properties of a snapshot that should be equal over time and between nodes. Other identifiers of
+one machine (addresses, GUIDs, serial numbers) than IDENTIFIERS, and volatile values (temperature, load, memory in use,
+link generation of an idle GPU) are left out on purpose.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from ipaddress import ip_interface
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ _text = read_texts(__file__, "texts.toml")
 FAIL, WARN, INFO = Status.FAIL, Status.WARN, Status.INFO
 WORST_FIRST = tuple(Status)
 DOMAIN = "NVLink domain"  # the property of that name in traits.toml
+IDENTIFIERS = ("board (UUID)", "network")  # compared only if most are equal: one host, or rails of one fabric
 THROTTLING = ("gpu.thermal.throttling", "gpu.clocks.", "gpu.power.")  # findings about reduced GPU clocks
 
 
@@ -194,6 +197,9 @@ def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
     for interface in facts.interfaces:
         if interface.role not in ("loopback", "docker", "bridge", "virtual") and interface.kind not in ("veth", "tun"):
             yield from _read_rows("interface", interface, interface.name)
+            if interface.rdma_device and interface.name != facts.default_route:  # a rail in another subnet is cut off
+                networks = sorted({str(ip_interface(address).network) for address in interface.addresses})
+                yield from _trait(interface.name, "network", ", ".join(networks) or "none", WARN)
 
 
 def _limits(facts: LimitsFacts) -> Iterator[Trait]:
@@ -223,9 +229,7 @@ def _list_link_traits(node: NodeTopology) -> Iterator[Trait]:
     gpus = {gpu.name for gpu in node.gpus}
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     for pair in node.pairs:
-        if {pair.a, pair.b} & lost:
-            continue  # already reported with the state of the GPU
-        if {pair.a, pair.b} & gpus:
+        if {pair.a, pair.b} & gpus and not {pair.a, pair.b} & lost:  # a lost GPU is reported with its state
             label = "NVLink" if pair.nvlinks else pair.label
             yield from _trait(f"{pair.a} to {pair.b}", "path", label, FAIL if label == "NVLink" else WARN)
 
@@ -279,19 +283,20 @@ def diff(a: Snapshot, b: Snapshot, names: tuple[str, str] | None = None) -> tupl
 
     `names` describe the two places in messages about two hosts, such as "in a.json". Default: "on" and the host name.
     """
-    same = a.hostname == b.hostname
     names = names or (f"on {a.hostname}", f"on {b.hostname}")
-    return compare(traits(a), traits(b, like=a), same_host=same, names=names)
+    return compare(traits(a), traits(b, like=a), same_host=a.hostname == b.hostname, names=names)
 
 
 def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = ("", "")) -> tuple[Difference, ...]:
     """Compare two sets of traits, worst difference first; `names` are required if the hosts differ."""
     # Subjects without any trait on the other side: missing devices.
     gone = {subject for subject, _ in a} ^ {subject for subject, _ in b}
+    alike = Counter((key[1], a[key].value == b[key].value) for key in a.keys() & b.keys())
     differences = []
     for key in dict.fromkeys((*a, *b)):
         first, second = a.get(key), b.get(key)
-        if first and second and first.value == second.value:
+        others = key[1] in IDENTIFIERS and alike[key[1], True] <= alike[key[1], False]
+        if others or (first and second and first.value == second.value):
             continue
         if (first is None or second is None) and not _is_relevant(key, gone):
             continue
@@ -369,7 +374,8 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     by_snapshot = [traits(snapshot, like=fullest) for snapshot in listed]
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, by_snapshot, strict=True))
-    kinds = [_get_kind(aliases) for _, aliases in nodes]
+    models = [Counter(trait.value for trait in aliases.values() if trait.what == "model") for _, aliases in nodes]
+    kinds = [found.most_common(1)[0][0] if found else None for found in models]
     sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
     families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
@@ -381,18 +387,14 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     )
 
 
-def _get_kind(own: Traits) -> str | None:
-    models = Counter(trait.value for (_, what), trait in own.items() if what == "model")
-    return models.most_common(1)[0][0] if models else None
-
-
 def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
     total = sum(len(names) for names, _ in nodes)
     domains: dict[str, dict[str, None]] = defaultdict(dict)
     for names, mine in nodes:  # equal nodes of two racks are in two NVLink domains
-        for key in [key for key in mine if key[1] == DOMAIN]:
-            domains[mine.pop(key).value].update(dict.fromkeys(names))
-    usual = _find_usual([(len(names), own) for names, own in nodes])
+        for trait in (trait for trait in mine.values() if trait.what == DOMAIN):
+            domains[trait.value].update(dict.fromkeys(names))
+    nodes = [(names, {key: trait for key, trait in own.items() if key[1] != DOMAIN}) for names, own in nodes]
+    usual = _find_usual([(len(names), mine) for names, mine in nodes])
     groups: dict[tuple[Difference, ...], list[str]] = defaultdict(list)
     for names, mine in nodes:
         groups[compare(usual, mine, same_host=True)] += names
@@ -400,7 +402,8 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     # Among groups of equal size, the one with the fewest differences is the common configuration.
     ordered.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
     common, *odd = ordered
-    odd.sort(key=lambda group: (*_rank_severity(group), len(group.nodes)))
+    odd.sort(key=lambda group: (-len(group.differences), len(group.nodes)))
+    odd.sort(key=lambda group: WORST_FIRST.index(next((one.status for one in group.differences), INFO)))
     warnings = []
     if len(common.nodes) * 2 <= total and odd:
         warnings.append(_text("no_common", nodes=len(common.nodes), total=total))
@@ -410,19 +413,10 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
 
 
-def _rank_severity(group: FleetGroup) -> tuple[int, int]:
-    ranks = [WORST_FIRST.index(difference.status) for difference in group.differences]
-    return min(ranks, default=len(WORST_FIRST)), -len(ranks)
-
-
 def _number_duplicates(names: Sequence[str]) -> list[str]:
     """Number the recordings with the same host name."""
-    counts, used = Counter(names), Counter[str]()
-    distinct = []
-    for name in names:
-        used[name] += 1
-        distinct.append(name if counts[name] == 1 else f"{name}#{used[name]}")
-    return distinct
+    counts, numbers = Counter(names), defaultdict[str, Iterator[int]](lambda: count(1))
+    return [name if counts[name] == 1 else f"{name}#{next(numbers[name])}" for name in names]
 
 
 def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:

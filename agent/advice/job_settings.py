@@ -172,13 +172,13 @@ def build_request(options: Mapping[str, Any]) -> Request:
 
 def build_job_request(request: Request, config: Path | None, overrides: Sequence[str]) -> Request:
     """Return the request for a job; the model is that of the request, else of the settings, else the embedded job."""
-    job, explicit, *_ = read_settings(config, overrides, request.train.engine)
+    settings = read_settings(config, overrides, request.train.engine)
     if request.model is None:
-        name = str(explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
+        name = str(settings.explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
         request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
-    shape = look_up_shape(request.model or "", job.model_revision)
-    return add_job_settings(replace(request, shape=shape), job, explicit)
+    shape = look_up_shape(request.model or "", settings.job.model_revision)
+    return add_job_settings(replace(request, shape=shape), settings.job, settings.explicit)
 
 
 # A child process counts the rows of the data set and measures them with the model's tokenizer, because this process
@@ -321,7 +321,7 @@ def require_layout(advice: Recommendation) -> RankedLayout:
 _MOST_BYTES = 1 << 20
 
 
-def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.environ) -> ModelSpec | None:
+def look_up_shape(name: str, revision: str) -> ModelSpec | None:
     """Return the model's shape; None if the table has the name. Raises ModelError for an unknown name.
 
     If the architecture is in no table, the field names that most configurations use are read, because TRL may train it.
@@ -335,7 +335,7 @@ def look_up_shape(name: str, revision: str, environment: Mapping[str, str] = os.
     is_known = False
     with contextlib.suppress(ModelError):
         is_known = bool(model_named(name))
-    if is_known and not environment.get("HF_ENDPOINT"):
+    if is_known and not os.environ.get("HF_ENDPOINT"):
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub

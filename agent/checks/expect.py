@@ -23,6 +23,7 @@ from contracts import bounded
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from contracts.yaml_text import load_all
+from hardware.gpus import without_gdr
 from probes.api import Absent, Snapshot
 from probes.gpu.compare import count_visible_gpus
 from probes.gpu.facts import Gpu, GpuFacts
@@ -271,7 +272,7 @@ def _check_rates(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpe
     return (None, f"the rate of {', '.join(unknown)} is unknown") if unknown else (True, "every device is as fast")
 
 
-def _check_gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation) -> Judgement:
+def judge_gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpectation | None = None) -> Judgement:
     """Check that GPUDirect RDMA is installed and that NCCL's rules use it; None if either is unknown."""
     pci, rdma = snapshot.facts(PciFacts), snapshot.facts(RdmaFacts)
     if pci is None or (rdma is None and not _is_absent(snapshot, "rdma")):
@@ -284,14 +285,16 @@ def _check_gdr(snapshot: Snapshot, topology: NodeTopology, _expected: NodeExpect
         ports = [port.state for device in rdma.in_reach for port in device.ports]
         down = bool(ports) and not {"ACTIVE", None} & set(ports)
         return (False, "no RDMA device has an ACTIVE port") if down else (None, "GPUDirect RDMA is unknown")
-    usable = {gpu.name for gpu in topology.gpus if gpu.usable}
-    near = [pair for pair in topology.nearest_nic if pair.gpu in usable]
-    if not near or not all(pair.decidable for pair in near):
+    usable = {gpu.name: gpu.model or "" for gpu in topology.gpus if gpu.usable}
+    if unable := sorted(filter(without_gdr, usable.values())):
+        return False, f"{unable[0]} has no GPUDirect RDMA"
+    near = [one for one in topology.nearest_nic if one.gpu in usable]
+    if not near or not all(one.decidable for one in near):
         return (None, "the path to the nearest NIC is unknown") if near else (False, "no GPU answers")
     host = snapshot.facts(HostinfoFacts)
     level = find_farthest_gdr(host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None)
     far = [f"{one.gpu} ({one.label})" for one in near if not uses_gdr(one, level)]
-    able = units.some(far, "not possible from ") or "possible from every GPU"
+    able = units.some(far, "not used by NCCL from ") or "possible from every GPU"
     return not far, f"GPUDirect RDMA is {able} to the nearest NIC"
 
 
@@ -323,7 +326,7 @@ KEYS: dict[str, ExpectationKey] = {
     "nvlink": ExpectationKey(_check_nvlink, ("gpu",)),  # minimum of each pair of GPUs
     "hcas": ExpectationKey(_check_hcas, ("rdma",)),  # minimum with an ACTIVE port
     "rate": ExpectationKey(_check_rates, ("rdma",), lambda text: int(text) * 1e9 / 8),  # bytes/s
-    "gdr": ExpectationKey(_check_gdr, ("pci", "rdma"), str),  # GPUDirect RDMA from every GPU to its nearest NIC
+    "gdr": ExpectationKey(judge_gdr, ("pci", "rdma"), str),  # GPUDirect RDMA from every GPU to its nearest NIC
     "interface": ExpectationKey(_check_interface, ("interfaces",), str),  # patterns: up, with an address
     "driver": ExpectationKey(_check_driver, ("gpu",), str),  # minimum NVIDIA driver release: "570.86"
 }

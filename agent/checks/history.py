@@ -22,7 +22,7 @@ from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from topology.diff import Difference, Trait, compare, traits
 
-MOST_EVENTS = 50
+MOST_EVENTS, SHOWN_EVENTS = 50, 24
 SCANS_TO_RAISE = 2
 SCANS_TO_CLEAR = 3  # one more than to raise, so that an intermittent finding stays raised
 # Settling time after a boot or driver restart: the time that Kubernetes lets a node be not ready before it evicts its
@@ -192,12 +192,12 @@ def _get_value(traits: Mapping[Key, Trait], subject: str) -> str | None:
     return trait.value if trait else None
 
 
-def describe_changes(view: View, limit: int = 24) -> list[str]:
+def describe_changes(view: View) -> list[str]:
     """Return lines for a page: start times of raised findings, then the newest events."""
     raised = [f"{_describe_subject(code, subject)}: since {clock(since)}{_find_cause(view, since)}"
               for (code, subject), since in view.since.items()]  # fmt: skip
     events = []
-    for event in sorted(view.events, key=lambda event: -event.at_seconds)[:limit]:
+    for event in sorted(view.events, key=lambda event: -event.at_seconds)[:SHOWN_EVENTS]:
         about = f"{event.kind} {_describe_subject(event.code, event.subject)}: " if event.is_finding else ""
         events.append(f"{clock(event.at_seconds)}  {about}{event.text}")
     return [*raised, *events]

@@ -57,8 +57,7 @@ def _report_low(checks: Iterable[Finding]) -> bool:
     """Print results below their expected value to stderr; return whether none of them is a failure."""
     low = [check for check in checks if check.status in ("warn", "fail")]
     for check in low:
-        print_text(f"{check.status}: {check.code} {check.subject}: {check.message}", err=True)
-        print_text(f"  {check.remedy}", err=True)
+        print_text(f"{check.status}: {check.code} {check.subject}: {check.message}\n  {check.remedy}", err=True)
     return all(check.status != "fail" for check in low)
 
 
@@ -168,7 +167,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.advice.advise import Request
-    from agent.jobs.benchmark import calibrate_host, count_default_ranks, has_gpu
+    from agent.jobs.benchmark import calibrate_host, count_default_ranks, list_gpus
     from probes.registry import ALL
 
     hosts, seconds = read_snapshots((), ALL), options["budget"]
@@ -176,7 +175,7 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
     Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
     calibration = calibrate_host(
         Request.of(model=model, sequence_length=sequence_length, method=options["method"]), copies,
-        tokens=options["tokens"] or sequence_length, gpu=has_gpu(hosts), budget_seconds=seconds,
+        tokens=options["tokens"] or sequence_length, gpu=bool(list_gpus(hosts)), budget_seconds=seconds,
     )  # fmt: skip
     text = render(calibration, "json")
     if target is None:

@@ -77,7 +77,7 @@ class ApiError(RuntimeError):
 
 
 def connect(
-    context: str | None = None, environment: Mapping[str, str] = os.environ, *, tries: int = TRIES,
+    context: str | None = None, environment: Mapping[str, str] = os.environ, *,
     on_warning: Callable[[str], None] = lambda _text: None,
 ) -> Client:  # fmt: skip
     """Create a client from KUBECONFIG if set, else from the pod's service account, else from ~/.kube/config.
@@ -109,7 +109,7 @@ def connect(
         raise AccessError(f"{source}: {error}") from None
     except (YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:  # the library does not check types
         raise AccessError(f"{source}: is not a kubeconfig: {type(error).__name__}: {error}") from None
-    return Client(configuration, namespace=namespace, tries=tries, on_warning=on_warning)
+    return Client(configuration, namespace=namespace, on_warning=on_warning)
 
 
 def _read_kubeconfig(configuration: Configuration, paths: str, context: str | None) -> str:

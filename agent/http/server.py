@@ -189,8 +189,9 @@ async def _send_pieces(answer: Answer) -> AsyncIterator[bytes]:
 
 
 def describe_errors(error: ValidationError | RequestValidationError, limit: int | None = None) -> tuple[list[Any], str]:
-    """Return the invalid parts of a body or query with reasons, at most `most`; and the same in one line."""
-    errors = [{"where": ".".join(map(str, e["loc"])) or "body", "message": e["msg"]} for e in error.errors()[:limit]]
+    """Return the invalid parts of a body or query with reasons, at most `limit`; and the same in one line."""
+    texts, raw = _PROBLEMS["messages"], error.errors()[:limit]
+    errors = [{"where": ".".join(map(str, e["loc"])) or "body", "message": texts.get(e["type"], e["msg"])} for e in raw]
     return errors, "; ".join(f"{each['where'][:64]}: {each['message']}" for each in errors)
 
 

@@ -35,7 +35,7 @@ from planner.forecast.calibration import Calibration, parse_calibration
 from planner.nccl_env import environment as nccl_env
 from planner.nccl_env.situation import make_situation
 from probes.api import Snapshot
-from probes.gpu.facts import GpuFacts
+from probes.gpu.facts import Gpu, GpuFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from probes.rdma.probe import find_nccl_gid_index
 from probes.registry import ALL
@@ -73,29 +73,22 @@ def stop_on_signals(
             signal.signal(number, handler)
 
 
+def list_gpus(snapshots: Sequence[Snapshot]) -> list[Gpu]:
+    """Return the GPUs of these hosts."""
+    return [gpu for snapshot in snapshots if (facts := snapshot.facts(GpuFacts)) for gpu in facts.gpus]
+
+
 def list_gpu_processes(snapshots: Sequence[Snapshot]) -> tuple[int, ...]:
     """Return the ids of processes that use this host's GPUs."""
-    return tuple(
-        process.pid
-        for snapshot in snapshots
-        if (facts := snapshot.facts(GpuFacts))
-        for gpu in facts.gpus
-        for process in gpu.processes or ()
-    )
+    return tuple(process.pid for gpu in list_gpus(snapshots) for process in gpu.processes or ())
 
 
 def count_default_ranks(snapshots: Sequence[Snapshot]) -> int:
     """Return one rank per usable GPU of this host; 2 if there is none."""
     for snapshot in snapshots:
-        facts = snapshot.facts(GpuFacts)
-        if facts and facts.gpus:
-            return max(1, sum(1 for gpu in facts.gpus if not gpu.error))
+        if gpus := list_gpus((snapshot,)):
+            return max(1, sum(not gpu.error for gpu in gpus))
     return 2
-
-
-def has_gpu(snapshots: Sequence[Snapshot]) -> bool:
-    """Return whether any of these hosts shows a GPU."""
-    return any((facts := snapshot.facts(GpuFacts)) and facts.gpus for snapshot in snapshots)
 
 
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
@@ -204,10 +197,8 @@ def make_expect(snapshots: Sequence[Snapshot]) -> Expect | None:
 
 def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> Bar:
     nvls, notes = detect_nvls(hello[0])
-    first: dict[str, Mapping[str, Any]] = {}
-    for row in hello:
-        first.setdefault(str(row["host"]), row)
-    hosts = [_read_links(name, row) for row in first.values()]
+    first = {str(row["host"]): row for row in reversed(hello)}
+    hosts = [_read_links(name, row) for row in reversed(first.values())]
     if any(each is None for each in hosts):
         return Bar(name=name, why=("the links of a host are not known: its ranks did not report them",))
     paths = joined([each for each in hosts if each is not None], len(hello), nvls=nvls)
@@ -216,10 +207,9 @@ def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[s
         return Bar(name=name, why=tuple(dict.fromkeys((expected.words(), *paths.words))))
     ring = bandwidth(paths, op, size_bytes, len(hello), ring=True) if expected.algorithm == "NVLS" else None
     other = ring.interval.high if isinstance(ring, Expected) else None
-    known = expected.interval
     return Bar(
-        name=name, low=known.low, typical=known.mid, high=known.high, algorithm=expected.algorithm, ring_high=other,
-        why=(*notes, *expected.derivation),
+        name=name, low=expected.interval.low, typical=expected.interval.mid, high=expected.interval.high,
+        ring_high=other, algorithm=expected.algorithm, why=(*notes, *expected.derivation),
     )  # fmt: skip
 
 

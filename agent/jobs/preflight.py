@@ -182,7 +182,9 @@ class _Stages:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
         self.progress.step(f"measure: GEMMs and a layer of {request.model}")
         try:
-            return benchmark.calibrate_host(request, self._ranks(), gpu=benchmark.has_gpu(self.found), stop=self.stop)
+            return benchmark.calibrate_host(
+                request, self._ranks(), gpu=bool(benchmark.list_gpus(self.found)), stop=self.stop
+            )
         except (benchmark.BenchmarkError, ValueError) as error:
             self.notes.append(f"not calibrated: {error}")
             return None

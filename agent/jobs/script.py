@@ -295,6 +295,7 @@ def forecast_command(
     alone = advice or advise(request, snapshots)
     lines = [f"forecast {line}" for line in format_forecast(alone).values()]
     lines += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
+    lines += [note.text.split(". ")[0] for note in alone.notes if note.topic in ("platform", "RCCL")]
     return alone, [*unknown, *lines, *command.notes]
 
 

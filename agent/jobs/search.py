@@ -7,6 +7,7 @@ import math
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 from agent.base import units
 from agent.base.output import render_template
 from agent.checks.codes import make_finding
-from agent.jobs.benchmark import advise_network_environment, describe_links, has_gpu, list_gpu_processes
+from agent.jobs.benchmark import advise_network_environment, describe_links, list_gpu_processes, list_gpus
 from collectives.bench.plan import SpecError
 from collectives.bench.run import detect_backend
-from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict
+from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict, compute_loss
 from collectives.search.rank import Place
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
@@ -26,12 +27,14 @@ from contracts.finding import Finding, by_loss
 from contracts.host_list import compress_host_list, list_names, name_in_slurm
 from contracts.tables import read_table
 from probes.api import Snapshot
-from probes.gpu.facts import GpuFacts
 
 MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: about 20 KB per node
 _TABLE = read_table(__file__, "search.toml")
-# Color of a transfer by how much its time exceeds the median, worst first.
-COLOURS = ((STUCK, "#1b1f24"), (1.0, "#c0392b"), (0.1, "#e8a33d"), (-math.inf, "#cfe8cf"))
+# Color of a transfer by how much its time exceeds the median, worst first, and the text of the legend.
+COLOURS = (
+    (STUCK, "#1b1f24", "no byte moves"), (1.0, "#c0392b", "twice the time and more"),
+    (0.1, "#e8a33d", "10 % more time and more"), (-math.inf, "#cfe8cf", "less"),
+)  # fmt: skip
 
 
 def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> SearchSpec:
@@ -46,8 +49,8 @@ def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> Sea
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
     if not 0 <= node < nodes:
         raise SpecError(f"node_rank: {node} is not allowed; allowed: 0 to {nodes - 1}")
-    gpus = facts.gpus if snapshots and (facts := snapshots[0].facts(GpuFacts)) else ()
-    ranks = options["ranks"] or launched.get("ranks") or (len(gpus) if has_gpu(snapshots) else 1)
+    gpus = list_gpus(snapshots[:1])
+    ranks = options["ranks"] or launched.get("ranks") or len(gpus) or 1
     backend = detect_backend()
     name = options["host_name"] or (snapshots[0].hostname if snapshots else f"node {node}")
     domain, nvlink = _find_domains(options, name, snapshots, ranks)
@@ -124,11 +127,12 @@ def _make_unjudged(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Fi
         return make_finding("search.node.unjudged", node, evidence=evidence, why=reason)
     if verdict.reason in ("lost", "stuck"):
         return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
+    rates = {what: compute_loss(m for m in verdict.measures if m.what == what) for what in verdict.what}
     rails = f"; of its rails (ranks with the same local number) only {', '.join(map(str, verdict.rails))}"
     return make_finding(
         f"search.node.{verdict.reason}", node, by_loss(verdict.loss), evidence=evidence,
         subject=verdict.what[0].partition(" ")[0] if verdict.reason == "part" else "",
-        what=" and ".join(verdict.what), share=_format_share(verdict.loss),
+        what=" and ".join(f"{what} at {_format_share(loss)}" for what, loss in rates.items()),
         rails=rails if verdict.rails else "",
     )  # fmt: skip
 
@@ -147,9 +151,10 @@ def _format_share(loss: float) -> str:
     return f"{1 - loss:.0%}" if loss > 0.1 else f"{1 - loss:.1%}"
 
 
-def list_bad_nodes(result: SearchResult) -> list[str]:
-    """Return the names of the bad nodes."""
-    return [result.hosts[verdict.node] for verdict in result.verdicts if verdict.state == "bad"]
+def list_bad_nodes(result: SearchResult, *, named: bool = True) -> list[str]:
+    """Return the names of the bad nodes; if `named`, without those that never joined, as "node 4"."""
+    bad = [result.hosts[verdict.node] for verdict in result.verdicts if verdict.state == "bad"]
+    return [name for name in bad if not (named and " " in name)]
 
 
 def format_slurm_hosts(result: SearchResult) -> str:
@@ -171,24 +176,29 @@ def build_affinity(result: SearchResult) -> dict[str, Any]:
 
 def summarise(result: SearchResult) -> list[str]:
     """Name the bad nodes in the first line; then describe the search, and how to exclude the bad nodes from jobs."""
-    bad, count = list_bad_nodes(result), len(result.hosts)
+    bad, named, count = list_bad_nodes(result, named=False), list_bad_nodes(result), len(result.hosts)
     open_count = sum(verdict.state == "not judged" for verdict in result.verdicts)
     first = f"Bad nodes: {list_names(bad)}" if bad else "No bad node was found"
     first += f"; {units.count(len(result.links), 'bad link')}" if result.links else ""
     sight = "unknown" if result.visible_loss is None else f"{result.visible_loss:.1%}"
+    pairs = count * (count - 1) // 2
+    good = {domain for domain, verdict in zip(result.domains, result.verdicts, strict=True) if verdict.state != "bad"}
+    whole = [domain for domain, nodes in Counter(result.domains).items() if domain and nodes > 1 and domain not in good]
     lines = [
         f"{first}; {open_count} of {count} nodes were not judged" if open_count else first,
         f"{units.count(count, 'node')}: {count - len(bad) - open_count} good, {len(bad)} bad, {open_count} "
         f"not judged. {units.count(result.rounds, 'round')}, {units.count(result.tests, 'test')}, "
         f"{units.seconds(result.seconds)}, {result.node_minutes:.1f} node-minutes"
         f"{'; the second of 2 passes used no NVLink between nodes' if result.passes > 1 else ''}.",
-        f"Smallest loss of a node that is visible in this noise: {sight}. {result.tested_pairs} of "
-        f"{count * (count - 1) // 2} pairs of nodes exchanged data; a fault between two others is not seen.",
+        f"Smallest loss of a node that is visible in this noise: {sight}. {result.tested_pairs} of {pairs} pairs of "
+        f"nodes exchanged data{'' if result.tested_pairs == pairs else '; a fault between two others is not seen'}.",
     ]
-    if bad:
+    if whole:
+        lines.append(f"All nodes of {list_names(whole)} are bad: check their common switch and its uplinks first.")
+    if named:
         lines += [
             f"Slurm: --exclude={format_slurm_hosts(result).strip()}",
-            f"Kubernetes: kubectl cordon {' '.join(bad)}",
+            f"Kubernetes: kubectl cordon {' '.join(named)}",
             f"Kubernetes, affinity of a pod: {json.dumps(build_affinity(result))}",
         ]
     return lines
@@ -199,7 +209,7 @@ def draw_pairs(result: SearchResult) -> str:
     places = {node: place for place, node in enumerate(result.drawn)}
     links = {(link.source, link.target) for link in result.links}
     cells = [
-        {"row": places[a], "column": places[b], "colour": next(c for limit, c in COLOURS if excess >= limit),
+        {"row": places[a], "column": places[b], "colour": next(c for least, c, _ in COLOURS if excess >= least),
          "bad": (a, b) in links, "words": "no byte moved" if excess >= STUCK else f"{excess:+.1%} time"}
         for a, b, excess in result.pairs
     ]  # fmt: skip
@@ -207,8 +217,6 @@ def draw_pairs(result: SearchResult) -> str:
         {"name": plain.printable(result.hosts[node]), "state": result.verdicts[node].state} for node in result.drawn
     ]
     title = f"{summarise(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
-    texts = ("no byte moves", "twice the time and more", "10 % more time and more", "less")
-    legend = [(colour, text) for (_, colour), text in zip(COLOURS, texts, strict=True)]
     return render_template(
-        __file__, "search.svg.j2", title=plain.printable(title), nodes=nodes, cells=cells, legend=legend
+        __file__, "search.svg.j2", title=plain.printable(title), nodes=nodes, cells=cells, legend=COLOURS
     )

@@ -124,13 +124,13 @@ def add_to_script(text: str, snapshots: Sequence[Snapshot], options: Mapping[str
     select((), require=options["require"], codes=ALL_CODES)
     check_options(text)
     nodes, gpus = parse_size(text)
-    request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
-                      ranks_per_node=gpus)  # fmt: skip
-    advice = advise(request, snapshots)
+    advice = advise(Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
+                            ranks_per_node=gpus), snapshots)  # fmt: skip
     wrapped, notes = wrap_script(
         text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
         require=options["require"],
     )  # fmt: skip
+    notes += [note.text.split(". ")[0] for note in advice.notes if note.topic in ("platform", "RCCL")]
     if not (options["hosts"] or options["machine"]):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:

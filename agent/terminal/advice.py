@@ -15,7 +15,6 @@ from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
 MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
-NOTHING_TO_SET = "nothing: NCCL detects what this machine has"
 
 
 def print_recommendation(out: Console, advice: Recommendation, *, brief: bool = False) -> None:
@@ -38,7 +37,7 @@ def _print_environment(out: Console, advice: Recommendation) -> None:
         print_indented(out, escape(setting.reason.rule), 4)
         print_indented(out, f"[dim]{escape(setting.reason.evidence)}[/dim]", 4)
     if not advice.settings:
-        out.print(f"set {NOTHING_TO_SET}")
+        out.print("No variable is recommended.")
     for note in advice.notes:
         print_bullet(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
@@ -64,15 +63,16 @@ def _print_brief(out: Console, advice: Recommendation) -> None:
         rows = [row for row in list_layout_properties(advice, advice.chosen) if row[0] in FIRST_ROWS]
     else:
         sentence = f"set {units.count(len(advice.settings), 'variable')}" if advice.settings else "nothing to set"
-        out.print(f"Environment: ✓ {sentence} → add --model for a layout, its speed and cost")
-    assignments = [f"{setting.name}={shlex.quote(setting.value)}" for setting in advice.settings]
-    hidden = len(assignments) - FIRST_SETTINGS
-    listed = " ".join(assignments[:FIRST_SETTINGS]) or NOTHING_TO_SET
-    rows.append(("set", listed + (f" and {hidden} more (-o env)" if hidden > 0 else "")))
+        glyph = "?" if any(note.topic == "RCCL" for note in advice.notes) else "✓"
+        out.print(f"Environment: {glyph} {sentence} → add --model for a layout, its speed and cost")
+    shown = [f"{setting.name}={shlex.quote(setting.value)}" for setting in advice.settings]
+    hidden = len(shown) - FIRST_SETTINGS
+    if shown:
+        rows.append(("set", " ".join(shown[:FIRST_SETTINGS]) + (f" and {hidden} more (-o env)" if hidden > 0 else "")))
     print_properties(out, rows)
     for note in advice.notes:
-        if note.topic == "platform":  # the provider's own script, or that nothing is known: the settings do not suffice
-            print_bullet(out, "!", escape(note.text.split(". ")[0] + ". Reasons: --explain"))
+        if note.topic in ("platform", "RCCL"):  # the provider's script, or that nothing is known
+            print_bullet(out, "!", escape(note.text.split(". ")[0].rstrip(".") + ". Reasons: --explain"))
     _print_remarks(out, advice)
     out.print(f"[dim]{MORE}[/dim]")
 

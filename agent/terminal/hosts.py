@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from agent.base import units
 from agent.base.lines import mark, print_bullet, print_headline, print_properties, table
+from agent.checks.expect import judge_gdr
 from agent.checks.findings import ORDER, FindingGroup, group_findings, is_problem, list_codes
 from agent.checks.verdict import Verdict
 from agent.checks.view import View
@@ -190,6 +191,8 @@ def list_hardware_properties(snapshot: Snapshot, topology: NodeTopology) -> Iter
     yield "GPUs", _describe_gpus(snapshot, topology)
     yield from list_link_properties(topology)
     yield "RDMA", _rdma(snapshot)
+    if topology.gpus and snapshot.facts(RdmaFacts) is not None:
+        yield "GPUDirect", judge_gdr(snapshot, topology)[1].removeprefix("GPUDirect RDMA is ")
     sockets = snapshot.facts(InterfacesFacts)
     interface = next((i for i in sockets.interfaces if i.name == sockets.nccl_choice), None) if sockets else None
     if interface is not None:

@@ -32,10 +32,10 @@ def print_node(out: Console, topology: NodeTopology) -> None:
         all_known = all(labels.label(a, b) != UNKNOWN for i, a in enumerate(island.gpus) for b in island.gpus[i + 1 :])
         kind = "every pair" if island.all_to_all else "not every pair" if all_known else "not every pair is known"
         out.print(f"NVLink island: {' '.join(island.gpus)} ({kind}, {' '.join(island.nvlinks_per_pair)})")
-    print_nearest_nics(out, topology)
     for expected in topology.expectations:
-        if expected.op == "all_gather" and expected.scope in ("island", "node"):
-            out.print(f"expected all_gather within {expected.scope}: {units.expected_rate(expected)} bus bandwidth")
+        if expected.op == "all_gather" and expected.scope == "island":
+            out.print(f"expected all_gather within island: {units.expected_rate(expected)} bus bandwidth")
+    print_properties(out, list_link_properties(topology, most=64))
     for warning in topology.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
 
@@ -61,27 +61,20 @@ def print_brief(out: Console, topology: NodeTopology, findings: Sequence[Finding
         out.print("[dim]full matrix: -v, or -o svg, json, yaml[/dim]")
 
 
-def print_nearest_nics(out: Console, topology: NodeTopology) -> None:
-    """Print each GPU's nearest NIC; GPUs with the same NIC share a line."""
-    shared: dict[tuple[str, ...], list[str]] = {}
-    for nearest in topology.nearest_nic:
-        doubt = nearest.why and f"; {'' if nearest.decidable else 'cannot be determined: '}{nearest.why}"
-        nics = units.some(nearest.nics, "nearest NIC ") or "nearest NIC unknown"
-        shared.setdefault((nics, nearest.label, doubt), []).append(nearest.gpu)
-    for (nics, label, doubt), gpus in shared.items():
-        out.print(escape(f"{' '.join(gpus)}: {nics} ({label}){doubt}"))
-
-
-def list_link_properties(topology: NodeTopology) -> Iterator[tuple[str, str]]:
-    """Return the links between GPUs and to their nearest NICs, and the rate that they should reach."""
+def list_link_properties(topology: NodeTopology, most: int = 2) -> Iterator[tuple[str, str]]:
+    """Return the links between GPUs, `most` of each GPU's nearest NICs, and the rate that the links should reach."""
     gpus = {gpu.name for gpu in topology.gpus}
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
     if labels:
         yield "GPU links", ", ".join(f"{label} ({units.count(n, 'pair')})" for label, n in labels.most_common())
-    pairs = [near for near in topology.nearest_nic if near.nics or not near.decidable]
-    near = Counter(near.label if near.decidable else "unknown" for near in pairs)
-    if near:
-        yield "nearest NIC", ", ".join(f"{label} for {units.count(n, 'GPU')}" for label, n in near.most_common())
+    near: dict[str, dict[str, list[str]]] = {}
+    for one in topology.nearest_nic:
+        if one.nics or not one.decidable:
+            label = one.label if one.decidable else "unknown"
+            nics = units.some(one.nics, " to ", most) + f" ({one.why})" * bool(one.why) if one.decidable else ""
+            near.setdefault(label, {}).setdefault(nics, []).append(one.gpu)
+    for label, shared in near.items():
+        yield "nearest NIC", f"{label}: " + "; ".join(f"{', '.join(gpus)}{nics}" for nics, gpus in shared.items())
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope == "node":
             uneven = any(island.nvlinks_per_pair[1:] for island in topology.islands)

@@ -27,7 +27,6 @@ OVERRUN_SECONDS = 30.0  # in addition to RUN_SECONDS, to connect, register memor
 WAIT_SECONDS = 120.0  # for the other side to start
 LATER_SECONDS = 5.0  # for further ports of the other side, which listens on all of them at once
 AGAIN_SECONDS = 0.5
-END_SECONDS = 3.0  # from SIGTERM to SIGKILL
 _ROW = re.compile(rf"^\s*{MESSAGE_BYTES}\s+(\d+)\s", re.MULTILINE)
 _MTU = re.compile(r"\bMtu\s*:\s*(\d+)\[B\]")
 _NOT_YET = "Couldn't connect to"
@@ -125,7 +124,7 @@ def listen(
                     until = time.monotonic() + wait_seconds
         finally:
             for tree in trees:
-                tree.end(END_SECONDS)
+                tree.end()
     return tuple(served), tuple(problems)
 
 
@@ -143,7 +142,7 @@ def _run_until_connected(
         try:
             outcome = tree.wait(time.monotonic() + RUN_SECONDS + OVERRUN_SECONDS, stop)
         finally:
-            tree.end(END_SECONDS)
+            tree.end()
         code = None if outcome else tree.process.returncode
         text = output.read_text(errors="replace")
         if code in (0, None) or _NOT_YET not in text or time.monotonic() > until or stop.wait(AGAIN_SECONDS):

@@ -121,7 +121,7 @@ class Tree:
             for target in command.children() or [command]:
                 _signal(target, signal.SIGTERM)
 
-    def end(self, grace_seconds: float) -> None:
+    def end(self, grace_seconds: float = 3.0) -> None:
         """End the whole tree with SIGTERM, and after the grace period with SIGKILL, and reap the command.
 
         A stopped process reacts only to SIGKILL. A process may start another one while the tree is listed.

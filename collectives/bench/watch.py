@@ -212,7 +212,6 @@ def _describe_exit(code: int | None) -> str:
 # Kubernetes Indexed Job. This process never imports torch.
 
 POLL_SECONDS = 0.05
-TERM_SECONDS = 3.0  # from SIGTERM to SIGKILL
 TAIL_BYTES = 16_384
 LOG_LIMIT_BYTES = 64 << 20  # torch with every debug variable prints some 100 KiB a rank before it works
 
@@ -263,17 +262,10 @@ def run_ranks(
         finally:
             watch.read_events()
             stuck = watch.describe_stuck_ranks()
-            tree.end(TERM_SECONDS)
+            tree.end()
             hanging = [process.pid for process in tree.members()]
             watch.outcome.problems += [f"could not be killed, it hangs in the kernel: pid {pid}" for pid in hanging]
     watch.read_events()
-    watch.outcome.problems += watch.explain(
-        verdict, tree.process.returncode, stuck, _read_tail(directory / "launcher.log")
-    )
+    tail = (directory / "launcher.log").read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
+    watch.outcome.problems += watch.explain(verdict, tree.process.returncode, stuck, tail)
     return watch.outcome
-
-
-def _read_tail(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return file.read(TAIL_BYTES).decode(errors="replace").strip()

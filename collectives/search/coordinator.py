@@ -221,8 +221,7 @@ def main(text: str) -> None:
 
     settings = Place(**json.loads(text))
     port = int(settings.store.rpartition(":")[2])
-    store = TCPStore("::", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    coordinate(settings, store)
+    coordinate(settings, TCPStore("::", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class Verdict:
     node: int
     state: Literal["good", "bad", "not judged"]
     reason: str = ""  # "lost", "stuck", "part", "slow"; or why it was not judged
-    seen: str = ""  # evidence that the node is lost, or the reason that it could not join
+    seen: str = ""  # evidence that the node is lost, or why it could not join or be judged
     loss: float = 0.0  # lost fraction of the median node's rate; 1.0: no byte moves
     what: tuple[str, ...] = ()  # "sends", "receives", or the parts of the node
     rails: tuple[int, ...] = ()  # the slow rails, if not all are slow
@@ -553,7 +553,9 @@ class Search:
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
-        return [self._make_verdict(node) for node in range(self.nodes)]
+        found = [self._make_verdict(node) for node in range(self.nodes)]
+        seen = self._compare_domains() if any(v.reason == "noise" for v in found) else ""
+        return [replace(v, seen=seen) if v.reason == "noise" else v for v in found]
 
     def _make_verdict(self, node: int) -> Verdict:
         if node in self.unreached:
@@ -567,28 +569,37 @@ class Search:
             parts = tuple(dict.fromkeys(measure.what for measure in slow))
             is_bad = state == "bad"
             return Verdict(
-                node=node, state="bad" if is_bad else "not judged", loss=_compute_loss(slow), what=parts,
+                node=node, state="bad" if is_bad else "not judged", loss=compute_loss(slow), what=parts,
                 measures=tuple(slow), rails=self._slow_rails.get(node, ()),
-                reason="undecided" if not is_bad else "stuck" if "stuck" in parts else reason,
+                reason=state if not is_bad else "stuck" if "stuck" in parts else reason,
             )  # fmt: skip
-        if self.nodes < 3:
-            return Verdict(node=node, state="not judged", reason="few")
-        if not self._is_measured(node):
-            return Verdict(node=node, state="not judged", reason="unmeasured")
         visible = self.visible_loss()
-        if visible is None or visible > BLIND:
-            return Verdict(node=node, state="not judged", reason="noise")
-        return Verdict(node=node, state="good")
+        why = (
+            "few" if self.nodes < 3 else "unmeasured" if not self._is_measured(node)
+            else "noise" if visible is None or visible > BLIND else ""
+        )  # fmt: skip
+        return Verdict(node=node, state="not judged" if why else "good", reason=why)
+
+    def _compare_domains(self) -> str:
+        """Describe slow transfers between domains, which hide slow nodes as noise does; "" if they are not slow."""
+        near, far = self._middles.get("near", (math.inf,))[0], self._middles.get("far", (0.0,))[0]
+        fastest: dict[str, float] = defaultdict(lambda: math.inf)  # time between each domain and any other one
+        for link, excess in self.excess.items():
+            for domain in {self.domains[end] for end in link} if self._classify_pair(*link) == "far" else ():
+                fastest[domain] = min(fastest[domain], 1 + excess)
+        slow = [domain for domain, time in fastest.items() if domain and time > (1 + PLAIN) * min(fastest.values())]
+        return (
+            f"transfers between domains take {far / near:.1f} times as long as within one, which hides slow nodes. "
+            f"Check the switches between the domains{', first the uplinks of ' if slow else ''}{', '.join(slow)}"
+        ) if far > (1 + PLAIN) * near else ""  # fmt: skip
 
     def bad_links(self) -> list[BadLink]:
         """Return the bad links between nodes that are not bad themselves."""
         good = {v.node for v in self.verdicts() if v.state != "bad"}
-        links = []
-        for link, measures in self._links.items():
-            if self._judge_link(link) == "bad" and good.issuperset(link):
-                loss = _compute_loss(measures)
-                links.append(BadLink(source=link[0], target=link[1], loss=loss, measures=tuple(measures)))
-        return links
+        return [
+            BadLink(source=link[0], target=link[1], loss=compute_loss(measures), measures=tuple(measures))
+            for link, measures in self._links.items() if self._judge_link(link) == "bad" and good.issuperset(link)
+        ]  # fmt: skip
 
 
 def combine_passes(
@@ -650,7 +661,7 @@ def _judge_measures(
     return ("bad" if is_bad else "undecided"), slow
 
 
-def _compute_loss(measures: Iterable[Measure]) -> float:
+def compute_loss(measures: Iterable[Measure]) -> float:
     """Return the lost fraction of the median rate, from the median excess of time."""
     excess = median(measure.excess for measure in measures if measure.excess > 0)
     return excess / (1 + excess)

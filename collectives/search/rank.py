@@ -99,13 +99,11 @@ class Ring:
         self._in = torch.zeros(count, dtype=torch.uint8, device=device)
         limit = timedelta(seconds=max(1.0, place.silence_seconds / 5))  # gloo tries five times to connect
         if place.backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()
+            gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
             name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-            make = dist.ProcessGroupGloo.create_device
-            default = dist.ProcessGroupGloo.create_default_device
-            network = make(interface=name, lazy_init=True) if name else default(True)
+            network = gloo.create_device(interface=name, lazy_init=True) if name else gloo.create_default_device(True)
             options._devices, options._timeout = [network], limit
-            self._group: Any = dist.ProcessGroupGloo(store, me, size, options)
+            self._group: Any = gloo(store, me, size, options)
         else:
             self._group = dist.ProcessGroupNCCL(store, me, size, timeout=timedelta(hours=1))
 
@@ -185,7 +183,7 @@ class Rank:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.device = "cpu"
+        self.device = f"cuda:{place.local}" if place.backend == "nccl" else "cpu"
         self.progress = 0
         self.where = "joined"
         self.store = connect(place)
@@ -196,11 +194,12 @@ class Rank:
         import torch
 
         if self.place.backend == "nccl":
-            self.device = f"cuda:{self.place.local}"
             torch.cuda.set_device(self.device)
         described = {name: getattr(self.place, name) for name in ("host", "domain", "model", "nvlink", "ranks")}
         self._next_round = int(self.store.add("rounds", 0)) + 1  # no round starts before this rank has joined
-        self.store.set(f"join/{self._name}", json.dumps(described))
+        first = json.loads(self.store.compare_set(f"join/{self._name}", "", json.dumps(described)))
+        if first["host"] != self.place.host:
+            sys.exit(f"{first['host']} has joined with --node-rank {self.place.node}, which must differ for each node")
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:

@@ -22,7 +22,6 @@ from collectives.search.rank import Place
 from contracts.host_list import expand_host_list
 
 COORDINATORS = 4  # one, and its replacements if it dies
-END_SECONDS = 3.0
 
 
 class SearchError(RuntimeError):
@@ -63,11 +62,11 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
             _wait_for_ranks(trees, spec, stop)
             return None
         except SearchError as error:
-            text = (folder / "output.log").read_text(encoding="utf-8", errors="replace").strip()[-600:]
-            raise SearchError(": ".join(filter(None, (str(error), text)))) from None
+            text = (folder / "output.log").read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            raise SearchError(": ".join(filter(None, (str(error), text[-600:])))) from None
         finally:
             for tree in trees:
-                tree.end(END_SECONDS)
+                tree.end()
 
 
 def _start(module: str, settings: Place, output: Any, variables: Mapping[str, str]) -> processes.Tree:
@@ -94,7 +93,7 @@ def _run_coordinator(
                     size = journal.stat().st_size
                     note(f"completed rounds: {sum('outcomes' in row for row in read_journal(journal))}")
         finally:
-            tree.end(END_SECONDS)
+            tree.end()
         if (last := (read_journal(journal) or [{}])[-1].get("result")) is not None:
             return cattrs.structure(last, SearchResult)
         note("The coordinator died. A new one continues from its journal.")

@@ -247,6 +247,13 @@ def test_absent_or_less_is_failed(machine: str, words: str, told: str) -> None:
     assert view.verdict.exit_code == 3
 
 
+def test_gdr_is_absent_from_gpus_that_do_not_support_it() -> None:
+    """Whatever the kernel modules and the paths allow."""
+    games = tuple(replace(gpu, name="NVIDIA GeForce RTX 4090") for gpu in facts(GpuFacts).gpus)
+    view = build_view((changed(snapshot(), GpuFacts, gpus=games),), expected=parse(["gdr=on"]))
+    assert "NVIDIA GeForce RTX 4090 has no GPUDirect RDMA" in of_code(view, EXPECT_CODES[0])[0].message
+
+
 def test_what_could_not_be_read_is_unknown_and_required() -> None:
     """A hung driver is no lost GPU: exit code 5 and not 3, whatever is expected. Nor is an HCA without its driver.
 

@@ -128,7 +128,7 @@ def test_the_matrix_follows_its_legend_and_names_every_nic(name: str, dense: boo
 
 def test_one_lost_gpu_does_not_hide_where_the_nics_of_the_others_are() -> None:
     html = pages.render_node_page(view("sick-h100-gpu-lost"), None, "", trouble=None)
-    assert "PIX for 7 GPUs, unknown for 1 GPU" in html
+    assert "PIX: GPU0 to mlx5_0; GPU1 to mlx5_1" in html and "unknown: GPU5" in html
     assert "Nearest NIC of each GPU (unknown for GPU5)" in html
 
 

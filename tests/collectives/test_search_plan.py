@@ -87,6 +87,16 @@ def test_small_fleets(domains, fleet, bad, links, unjudged):
     assert sum(v.state == "not judged" for v in verdicts) == unjudged
 
 
+def test_slow_transfers_between_domains_explain_why_no_node_was_judged():
+    """One of three racks has a slow uplink, whose transfers wait for each other: no node is accused."""
+    racks = ["a", "a", "b", "b", "c", "c"]
+    found = run(racks, lambda a, b, _: 1.0 if a // 2 == b // 2 else 5.0 + (a + b) % 6 if max(a, b) > 3 else 1.1)
+    assert {(v.state, v.reason) for v in found.verdicts()} == {("not judged", "noise")}
+    assert "as long as within one" in found.verdicts()[0].seen and found.verdicts()[0].seen.endswith("the uplinks of c")
+    unnamed = run([""] * 6, lambda a, b, _: 5.0 if a % 2 else 1.0)  # half of the nodes are slow, and no domain is known
+    assert {(v.state, v.reason, v.seen) for v in unnamed.verdicts()} == {("not judged", "noise", "")}
+
+
 def test_the_slow_rail_of_a_slow_node_is_named():
     found = run([""] * 8, lambda a, b, rail: 2.0 if 3 in (a, b) and rail in (-1, 2) else 1.0, rails=4)
     assert [(v.node, v.rails) for v in found.verdicts() if v.state == "bad"] == [(3, (2,))]

@@ -225,6 +225,7 @@ def test_faults_that_an_operator_must_hear_of_have_an_alert() -> None:
     for code in (
         "pci.peermem.missing", "rdma.port.down", "rdma.port.rate", "limits.memlock.low", "interfaces.choice.wrong",
         "pci.link.width", "gpu.nvlink.missing", "topology.nvlink.asymmetric", "gpu.xid.hardware", "gpu.device.lost",
+        "gpu.device.missing",
     ):  # fmt: skip
         patterns = [p for alert in ALERTS for p in re.findall(r'code=~"([^"]*)"', alert.expr)]
         assert any(re.fullmatch(pattern.replace("\\\\", "\\"), code) for pattern in patterns), code

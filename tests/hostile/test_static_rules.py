@@ -37,6 +37,8 @@ CALLS = {"compile", "__import__", "pty.spawn", "asyncio.create_subprocess_shell"
 NAMES = {call.rpartition(".")[2] for call in CALLS}
 # Modules that may mark a text as safe: drawings and files of our own, and YAML that is quoted
 MARKED = {"agent/pages.py", "agent/http/pages.py", "planner/kubernetes/manifests.py"}
+# What docstrings put between backticks that is neither a name nor a text of their function
+OTHER_WORDS = {"datasets", "env", "lengths", "lost", "null", "output", "transport"}
 
 
 def test_the_linter_holds_its_rules_and_nothing_is_excused() -> None:
@@ -210,3 +212,21 @@ def test_the_licences_and_the_sbom_are_of_the_agents_lock() -> None:
     assert len({*named, bom["metadata"]["component"]["bom-ref"]}) == len(named) + 1  # what its specification asks for
     assert [one["dependsOn"] for one in bom["dependencies"]] == [named]
     assert all(one["purl"].startswith("pkg:pypi/") and one["properties"] for one in made)
+
+
+def test_docstrings_name_what_exists() -> None:
+    """A word between backticks is a name or a text of the function or its class, or a function of the product."""
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+    scopes = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, scopes)}
+    wrong = []
+    for name, tree in trees.items():
+        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef)):
+            members = {node.target.id for node in owner.body
+                       if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}  # fmt: skip
+            for function in (node for node in owner.body if isinstance(node, scopes[:2])):
+                text, rest = ast.get_docstring(function) or "", ast.unparse(ast.Module(function.body[1:], []))
+                words = set(re.findall(r"\w+", f"{ast.unparse(function.args)} {rest}"))
+                wrong += [f"{name}: {function.name}: `{word}`" for word in re.findall(r"`([a-z][a-z_]*)`", text)
+                          if word not in words | members | defined | OTHER_WORDS]  # fmt: skip
+    assert not wrong

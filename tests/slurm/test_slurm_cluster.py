@@ -204,7 +204,7 @@ def test_a_job_is_saved_queued_again_and_trained_to_its_end(cluster: Slurm, tmp_
 def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> None:
     """The gate runs on both nodes before the ranks, and ends the job where a check fails."""
     path = tmp_path / "own.sbatch"
-    ranks = "srun bash -c 'echo rank $PYTHONPATH $(env | grep ^TOPO)'"
+    ranks = "srun bash -c 'echo rank $PYTHONPATH $(env | grep ^TOPOFLIGHT_R)'"
     path.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2\nset -eu\n{ranks}\n")
     topoflight(cluster, "wrap", str(path), "--apply")
     for code, count, script in (
@@ -214,7 +214,7 @@ def test_a_wrapped_script_runs_with_its_gate(cluster: Slurm, tmp_path: Path) -> 
         log = tmp_path / f"{code}.log"
         words = ("sbatch", "-W", "-o", str(log), str(path))
         done = subprocess.run(words, env=cluster.environment, capture_output=True, timeout=300, check=False)
-        started = re.findall(r"(?m)^rank \S+/agent/jobs/autostart TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text())
+        started = re.findall(r"(?m)^rank \S+/jobs/autostart\S* TOPOFLIGHT_RUN=\S+/topoflight-\d+$", log.read_text())
         assert (done.returncode, len(started)) == (code, count), log.read_text()
     assert all(f"{node}: expect." in log.read_text() for node in ("node01", "node02")), log.read_text()
 

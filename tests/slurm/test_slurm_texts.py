@@ -356,6 +356,7 @@ def test_the_bad_nodes_of_a_search_are_named_as_slurm_does() -> None:
     hosts = [f"gpu-{number:02d}.example.com" for number in range(4)]
     assert format_slurm_hosts(search_result(hosts, bad=(1, 2))) == "gpu-[01-02]\n"
     assert format_slurm_hosts(search_result(hosts)) == ""
+    assert format_slurm_hosts(search_result([*hosts, "node 4"], bad=(1, 4))) == "gpu-01\n", "it never joined"
 
 
 UNREACHED = [  # nodes that join, whether node 2 leaves a note, state of each node, words of the verdict on node 2

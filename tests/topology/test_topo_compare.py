@@ -10,6 +10,7 @@ from contracts.finding import Status
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.gpu.probe import PROBE as GPU_PROBE
+from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaFacts
 from probes.registry import check_facts
 from topology.cluster import join
@@ -62,6 +63,26 @@ def test_differences_in_words():
     of_gpu = [message for message in messages(diff(sound, lost)) if "GPU5" in message]
     assert of_gpu[0].startswith(f"GPU5 state ok on {here}, lost"), "told once, not by its paths"
     assert not any("path" in message for message in of_gpu)
+
+
+def rails(last, first=100):
+    """The machine with four RoCE interfaces; the last one is in another subnet."""
+    subnets = [*range(first, first + 3), last]
+    links = [Interface(name=f"ens{n}", role="host", rdma_device=f"mlx5_{n}", addresses=(f"10.{subnet}.0.9/24",))
+             for n, subnet in enumerate(subnets)]  # fmt: skip
+    return changed(HGX, "interfaces", interfaces=tuple(links))
+
+
+def test_identifiers_count_if_most_are_equal():
+    """One of eight boards was replaced, one of four rails is in another subnet; other hosts and racks share none."""
+    gpus = snapshot(HGX).facts(GpuFacts).gpus
+    others = [replace(gpu, uuid=f"other {gpu.index}") for gpu in gpus]
+    mended, elsewhere = changed(HGX, "gpu", gpus=(others[0], *gpus[1:])), changed(HGX, "gpu", gpus=tuple(others))
+    assert messages(diff(snapshot(HGX), mended)) == [f"GPU0 board (UUID) {gpus[0].uuid} -> other 0"]
+    assert messages(diff(rails(103), rails(7))) == ["ens3 network 10.103.0.0/24 -> 10.7.0.0/24"]
+    assert not (*diff(snapshot(HGX), elsewhere), *diff(rails(103), rails(203, first=200)))
+    odd = fleet([*(replace(rails(103), hostname=f"n{n}") for n in range(3)), replace(rails(7), hostname="n3")])
+    assert [group.nodes for group in odd.families[0].odd] == [("n3",)]
 
 
 def test_what_joins_the_nodes():

@@ -11,6 +11,8 @@ from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
 from topology.check import check, describe_departures
 from topology.derive import complete, find_reference
+from topology.formats import xml
+from topology.formats.text import parse
 from topology.graph import (
     GpuNode,
     NicNode,
@@ -230,6 +232,34 @@ def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, produc
     made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
     assert complete(made).sku == sku
     assert [words for words in describe_departures(made) if sku is None] == []
+
+
+def switched(count: int, nic: str) -> NodeTopology:
+    """A matrix of GPUs behind an NVSwitch with one NIC."""
+    names = [f"GPU{n}" for n in range(count)]
+    rows = ["\t".join([name, *(" X " if other == name else "NV18" for other in names), nic]) for name in names]
+    return parse("\n".join(["\t" + "\t".join([*names, "mlx5_0"]), *rows, ""]), "switched")
+
+
+def test_shapes_of_machines_with_an_nvswitch() -> None:
+    """NODE is no fault of four unnamed GPUs, which may be a tray of GB200; no board has five or seven."""
+    judged = {count: {f.code for f in check(switched(count, "NODE")) if f.status == "fail"} for count in (4, 8)}
+    assert judged == {4: set(), 8: {"topology.gdr.path"}}
+    noted = [count for count in range(2, 9) if any("a GPU is missing" in w for w in switched(count, "PIX").warnings)]
+    assert noted == [3, 5, 6, 7]
+
+
+def test_a_slower_port_in_xml_is_a_slower_rail() -> None:
+    part = (
+        '<pci busid="0000:{0}0:00.0" class="0x060400" link_speed="32 GT/s" link_width="16">'
+        '<pci busid="0000:{0}1:00.0" class="0x030200"><gpu dev="{0}" sm="90"/></pci>'
+        '<pci busid="0000:{0}2:00.0" class="0x020700"><nic><net name="mlx5_{0}" dev="{0}" speed="{1}"/></nic></pci>'
+        "</pci>"
+    )
+    for speed, wanted in ((400000, []), (100000, ["The rails are uneven: mlx5_3 has 100 Gb/s of 400 Gb/s."])):
+        parts = "".join(part.format(n, speed if n == 3 else 400000) for n in range(4))
+        found = check(xml.parse(f'<system version="1"><cpu numaid="0">{parts}</cpu></system>'))
+        assert [f.message.partition(" The slowest")[0] for f in found if f.code == "topology.rail.uneven"] == wanted
 
 
 def test_gpus_without_a_nic_of_their_own_are_by_design_only_if_nics_are_fewer() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from contracts.tables import read_texts
-from hardware.gpus import find_gpu
+from hardware.gpus import find_gpu, most_links
 from hardware.units import some
 from topology.derive import complete, rails
 from topology.formats import TopologyFileError
@@ -41,8 +41,7 @@ _SPELLED_BREAK = re.compile(r"(?:\\r)?\\n|([\"'])\s*,\s*\1")  # in a JSON or Pyt
 
 _LABEL = r"(?:X(?!GMI)|NV\d{1,3}(?![\d,\-])|PIX|PXB|PHB|NODE|SYS|SOC|N/A|ERR!)"
 _NAME = re.compile(rf"(?<![\w.\-])([A-Za-z][\w.\-]{{0,80}})(?=\s{{1,64}}{_LABEL}(?![a-z]))")
-# A CPU list may follow directly if a terminal overwrote the end of a cell: "PH0-115".
-_CELL = re.compile(rf"\s*(?:({_LABEL})|(PH|PI|PX|SY|SO|NOD|NO)(?=\d))")
+_CELL = re.compile(rf"\s*({_LABEL})")
 _WHOLE_LABELS = ("PIX", "PXB", "PHB", "NODE", "SYS", "SOC")
 _DEVICE = r"(?:GPU|NIC)\d{1,4}|mlx\d_(?:bond_)?\d{1,4}"
 _WORD = re.compile(
@@ -209,19 +208,14 @@ def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
     return TopologyFileError(source, number, _text("joined_matrix" if joined else "amd_matrix" if amd else "no_matrix"))
 
 
-def _parse_cells(text: str, count: int) -> tuple[list[str], str, list[str]]:
-    """Return up to `count` labels after a row's name, the text after them, and the corrections that were made."""
+def _parse_cells(text: str, count: int) -> tuple[list[str], str]:
+    """Return up to `count` labels after a row's name, and the text after them."""
     labels: list[str] = []
-    notes = []
     offset = 0
     while len(labels) < count and (cell := _CELL.match(text, offset)):
-        if cut := cell[2]:
-            labels.append(next(label for label in _WHOLE_LABELS if label.startswith(cut)))
-            notes.append(_text("overwritten_cell", cut=cut, label=labels[-1]))
-        else:
-            labels.append(UNKNOWN if cell[1] == "ERR!" else cell[1])
+        labels.append(UNKNOWN if cell[1] == "ERR!" else cell[1])
         offset = cell.end()
-    return labels, text[offset:], notes
+    return labels, text[offset:]
 
 
 def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
@@ -238,7 +232,7 @@ def _drop_columns_without_labels(matrix: _Matrix, source: str) -> None:
 def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> None:
     """Parse labels and rest of a row; `whole`: its last word is complete. Raises TopologyFileError."""
     devices, count = matrix.devices, len(matrix.devices)
-    labels, row.rest, notes = _parse_cells(row.text, count)
+    labels, row.rest = _parse_cells(row.text, count)
     column = devices.index(row.name)
     word = row.rest.split()[:1]
     short = len(labels) < count
@@ -258,7 +252,6 @@ def _read_row(row: _Row, matrix: _Matrix, *, ends_text: bool, whole: bool) -> No
     if word and word[0] != UNKNOWN and re.fullmatch(_LABEL, word[0]):
         raise matrix.error(row, "long_row", word=word[0])
     row.labels = labels
-    matrix.warnings.extend(f"line {row.line}: row {row.name}: {note}" for note in notes)
 
 
 def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
@@ -286,6 +279,9 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
     if kind == "-mp":
         matrix.warnings.append(_text("hidden_nvlink"))
     matrix.warnings += _list_affinity_warnings(gpus)
+    linked = [pair.nvlinks for pair in pairs if pair.a in gpu_names and pair.b in gpu_names]
+    if linked and min(linked) * (len(gpus) - 1) > most_links() and len(gpus) not in (4, 8, 16):  # joined by an NVSwitch
+        matrix.warnings.append(_text("few_gpus", count=len(gpus)))
     return complete(
         NodeTopology(
             hostname=matrix.source,
