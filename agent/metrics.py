@@ -32,17 +32,17 @@ from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
 from topology.graph import UNKNOWN, NodeTopology, Pair
 
-MOST_SIZES = 4  # the largest values of size_bytes; /measurements has the curves
-MOST_RANKS = 8  # the latest stragglers
-MOST_TRANSPORTS = 16
-MOST_COLLECTIVES = 16  # kinds of collectives in a step
+MAX_SIZES = 4  # the largest values of size_bytes; /measurements has the curves
+MAX_RANKS = 8  # the latest stragglers
+MAX_TRANSPORTS = 16
+MAX_COLLECTIVES = 16  # kinds of collectives in a step
 
 TABLE = read_table(__file__, "metrics.toml")  # dashboards/generate.py reads what it says about labels
 OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in TABLE["metrics"])
 CATALOGUE: tuple[Metric, ...] = (*OWN, *(metric for probe in ALL for metric in probe.metrics))
 
 
-MOST_SUBJECT = 96  # characters per label; the longest subject of the project's machines has 41
+MAX_SUBJECT = 96  # characters per label; the longest subject of the project's machines has 41
 
 Values = list[tuple[tuple[str, ...], float]]
 Counted = Mapping[tuple[str, ...], float]  # what a thread of the agent counts, by family and label values
@@ -106,7 +106,7 @@ def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "probe_duration_seconds", [((name,), float(getattr(outcome, "seconds", 0.0))) for name, outcome in outcomes]
     bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
     missed = Counter(
-        (check.code, str(check.status), check.subject[:MOST_SUBJECT] if check.status in bad else "")
+        (check.code, str(check.status), check.subject[:MAX_SUBJECT] if check.status in bad else "")
         for check in view.checks if check.status != "pass"
     )  # fmt: skip
     yield "findings", [(key, float(count)) for key, count in missed.items()]
@@ -166,7 +166,7 @@ def _pair_nics(node: NodeTopology, index: dict[str, str]) -> list[tuple[str, str
 
 def _list_bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
-    sizes = sorted({m.bytes for m in verified})[-MOST_SIZES:]
+    sizes = sorted({m.bytes for m in verified})[-MAX_SIZES:]
     # if several groups measured one size, the slowest counts, because a job waits for it
     slowest = {
         (m.op, str(m.bytes)): m
@@ -185,14 +185,14 @@ def _list_bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     ]
     yield "bench_least_busbw_bytes_per_second", lowest
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
-    latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:MOST_RANKS]
+    latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:MAX_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
 
 
 def _list_evidence_values(log: Evidence) -> Iterator[tuple[str, Values]]:
     counts = (("send", log.send), ("receive", log.receive))
     yield "gdrdma_channels_ratio", [((name,), c.gdrdma / c.total) for name, c in counts if c.total]
-    common = sorted(log.transports.items(), key=lambda item: (-item[1], item[0]))[:MOST_TRANSPORTS]
+    common = sorted(log.transports.items(), key=lambda item: (-item[1], item[0]))[:MAX_TRANSPORTS]
     yield "transport_channels", [((name,), float(count)) for name, count in common]
     names = (log.inter_node_transport or "none", log.intra_node_transport or "none", log.gdrdma)
     yield "transport_info", [(names, 1.0)]
@@ -231,7 +231,7 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "run_within_forecast", [((line.quantity,), float(line.within is True)) for line in compared]
     losses = (("first", last.loss.first), ("last", last.loss.last))
     yield "run_loss", [((phase,), loss) for phase, loss in losses if loss is not None]
-    largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:MOST_COLLECTIVES]
+    largest = sorted(communication.seconds_by_kind.items(), key=lambda item: -item[1])[:MAX_COLLECTIVES]
     yield "run_communication_seconds", [((name[:64],), seconds) for name, seconds in largest]
 
 

@@ -25,7 +25,7 @@ from topology.expected import FACTORS, Expected, Factors, Paths, Unknown, expect
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
-LEAST_BYTES_PER_RANK = 64 * MIB  # smaller sizes on one host are left out, because preflight measures none
+MIN_BYTES_PER_RANK = 64 * MIB  # smaller sizes on one host are left out, because preflight measures none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def _wire_bound(each: Placed) -> bool:
     paths, row = each.paths, each.row
     inside = paths.link.low if paths.link and paths.inside in ("NVSwitch", "NVLink") else 0.0
     wide = paths.ranks_per_group(each.row.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
-    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= LEAST_BYTES_PER_RANK * each.row.ranks
+    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= MIN_BYTES_PER_RANK * each.row.ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -193,7 +193,7 @@ def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
     """Return the rows with known links, and the errors of the others. Small sizes on one host are left out."""
     rows_placed, unplaced = [], []
     for row in rows:
-        is_small = row.nodes == 1 and row.bytes < LEAST_BYTES_PER_RANK * row.gpus_per_node
+        is_small = row.nodes == 1 and row.bytes < MIN_BYTES_PER_RANK * row.gpus_per_node
         if is_small or row.op == "all_to_all":
             continue
         try:

@@ -51,7 +51,7 @@ CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", Path(__file__).resolve().paren
 FILES = ("published.csv", "published2.csv", "published3.csv")
 # No table has FP4 rates. The forecast takes the range from the FP8 rate to this multiple of it (Blackwell data sheet).
 FOUR_BITS = 2.0
-LEAST_OF_A_SOURCE = 10  # rows that a source needs to count in the mean of sources
+MIN_OF_A_SOURCE = 10  # rows that a source needs to count in the mean of sources
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -524,8 +524,8 @@ def _by_source(answers: Iterable[Answer]) -> dict[str, list[Answer]]:
 
 
 def mean_of_sources(answers: Sequence[Answer], score: Callable[[Sequence[Answer]], float]) -> float:
-    """Return the mean of a score over the sources with at least LEAST_OF_A_SOURCE rows."""
-    scores = [score(members) for members in _by_source(answers).values() if len(members) >= LEAST_OF_A_SOURCE]
+    """Return the mean of a score over the sources with at least MIN_OF_A_SOURCE rows."""
+    scores = [score(members) for members in _by_source(answers).values() if len(members) >= MIN_OF_A_SOURCE]
     values = [value for value in scores if not math.isnan(value)]
     return statistics.mean(values) if values else math.nan
 
@@ -569,9 +569,9 @@ def print_times(title: str, answers: Sequence[Answer], unread: Sequence[Unread],
         middle = f"{statistics.median([m.ratio for m in members]):.3f}"
         lines.append((source, str(len(members)), str(failed), _percent(_time_error(members)), middle,
                       _percent(coverage(members, table, failed)), _percent(_scaled_error(members))))  # fmt: skip
-    large = str(sum(len(members) >= LEAST_OF_A_SOURCE for members in groups.values()))
+    large = str(sum(len(members) >= MIN_OF_A_SOURCE for members in groups.values()))
     lines.append((
-        f"mean of sources of {LEAST_OF_A_SOURCE} rows", large, "", _percent(mean_of_sources(answers, _time_error)), "-",
+        f"mean of sources of {MIN_OF_A_SOURCE} rows", large, "", _percent(mean_of_sources(answers, _time_error)), "-",
         _percent(mean_of_sources(answers, lambda m: coverage(m, table, missed[m[0].row.source]))),
         _percent(mean_of_sources(answers, _scaled_error)),
     ))  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from planner.forecast.calibration import ADAPTERS, LONG, MIXTURE, PLAIN, Z80
 
-LEAST_ROWS = 20  # rows that a kind of job needs for a width of its own
+MIN_ROWS = 20  # rows that a kind of job needs for a width of its own
 # COVERED is the share with each source weighted by the root of its number of rows, so that long tables do not dominate.
 # LEAST bounds the share of all rows, each with the same weight.
 COVERED, LEAST = 0.80, 0.76
@@ -65,7 +65,7 @@ def learn(samples: Sequence[Sample]) -> dict[str, float]:
     kinds: dict[str, list[Sample]] = {LONG: [], MIXTURE: [], ADAPTERS: [], PLAIN: []}
     for sample in samples:
         kinds[sample.kind].append(sample)
-    widths = {kind: width(members, UNSEEN) for kind, members in kinds.items() if len(members) >= LEAST_ROWS}
+    widths = {kind: width(members, UNSEEN) for kind, members in kinds.items() if len(members) >= MIN_ROWS}
     several = {kind for kind in widths if len({s.source for s in kinds[kind]}) > 1}
     widest = max((widths[kind] for kind in several), default=max(widths.values(), default=math.nan))
     return {kind: widths[kind] if kind in several else max(widths.get(kind, 0.0), widest) for kind in kinds}

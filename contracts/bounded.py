@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 1 << 20
 _ZIP_ENTRY = b"PK\1\2"  # begins each entry of the central directory (APPNOTE.TXT 4.3.12)
-_MOST_ZIP_ENTRIES = 1 << 16
+_MAX_ZIP_ENTRIES = 1 << 16
 
 
 class NotRegularError(OSError):
@@ -94,8 +94,8 @@ def zip_files(
     import zipfile  # only readers of archives wait for it
     import zlib
 
-    if raw.count(_ZIP_ENTRY) > _MOST_ZIP_ENTRIES:  # before zipfile makes an object of each
-        raise TooLargeError(f"more than {_MOST_ZIP_ENTRIES} files")
+    if raw.count(_ZIP_ENTRY) > _MAX_ZIP_ENTRIES:  # before zipfile makes an object of each
+        raise TooLargeError(f"more than {_MAX_ZIP_ENTRIES} files")
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             for entry in archive.infolist():

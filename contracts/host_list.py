@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-MOST_HOSTS = 100_000  # Slurm's own limit for one list is 64,000 (MAX_SLURM_NODES)
+MAX_HOSTS = 100_000  # Slurm's own limit for one list is 64,000 (MAX_SLURM_NODES)
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+")
@@ -53,8 +53,8 @@ def expand_host_list(text: str) -> tuple[str, ...]:
     for part in re.split(r"[,\s]+(?![^\[]*\])", text.strip()):
         pieces = _BRACKET.split(part)  # alternately text and the content of a bracket
         choices = [_expand_numbers(piece, part) if position % 2 else (piece,) for position, piece in enumerate(pieces)]
-        if len(hosts) + math.prod(map(len, choices)) > MOST_HOSTS:
-            raise HostListError(f"{part[:80]!r}: more than {MOST_HOSTS:,} hosts")
+        if len(hosts) + math.prod(map(len, choices)) > MAX_HOSTS:
+            raise HostListError(f"{part[:80]!r}: more than {MAX_HOSTS:,} hosts")
         for choice in itertools.product(*choices):
             name = "".join(choice)
             if part and not _NAME.fullmatch(name):
@@ -70,7 +70,7 @@ def _expand_numbers(text: str, part: str) -> Sequence[str]:
     for word in text.split(","):
         match = _RANGE.fullmatch(word)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(last) < int(first) or int(last) - int(first) >= MOST_HOSTS:
+        if int(last) < int(first) or int(last) - int(first) >= MAX_HOSTS:
             raise HostListError(f"{part[:80]!r}: {word[:20]!r} must be a number or a range such as 01-04")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

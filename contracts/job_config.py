@@ -28,7 +28,7 @@ from contracts.trl import ConfigError as ConfigError, EndedError as EndedError
 
 PLAN_VERSION = 1
 MAX_FILE_BYTES = 1 << 20  # settings are written by hand, so a larger file is the wrong file
-MOST_COUNT = 10**7  # of a degree or a batch in the layout
+MAX_COUNT = 10**7  # of a degree or a batch in the layout
 MAX_ALIASES = 16  # YAML aliases; nested aliases grow exponentially
 DEFAULT_CONFIG = Path(__file__).parent / "default.yaml"  # settings of the embedded job
 
@@ -228,7 +228,7 @@ def parse_config(
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             reason = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {reason}")
-        first_unknown, more = unknown[: trl.MOST_LISTED], unknown[trl.MOST_LISTED :]
+        first_unknown, more = unknown[: trl.MAX_LISTED], unknown[trl.MAX_LISTED :]
         listed = ", ".join(f"{name!r}{trl.hint(name, settings)}" for name in first_unknown)
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
     for member in trl.option_names()["switch"]:
@@ -304,7 +304,7 @@ def _parse_member(member: str, value: Any, name: str) -> Any:
         raise ConfigError(f"unknown setting {name!r}{trl.hint(member, kinds)}")
     if member == "dp_shard" and value == trl.NODE:
         return value
-    limits: dict[str, Any] = {"ge": 1, "lt": MOST_COUNT} if kinds[member] is int else {}
+    limits: dict[str, Any] = {"ge": 1, "lt": MAX_COUNT} if kinds[member] is int else {}
     return _convert(name, value, kinds[member], **limits)
 
 

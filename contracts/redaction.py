@@ -15,7 +15,7 @@ from typing import Any
 from contracts.tables import read_table
 
 LEFT_OUT = "(left out)"
-MOST_NAME = 256  # characters; longer text is not a name
+MAX_NAME = 256  # characters; longer text is not a name
 
 _TABLE = read_table(__file__, "redaction.toml")
 _SECRET, _HEADER, _ABOUT = (re.compile("|".join(_TABLE[name]), re.IGNORECASE) for name in ("secret", "header", "about"))
@@ -93,7 +93,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def _names_a_secret(name: str) -> bool:
-    if len(name) > MOST_NAME:
+    if len(name) > MAX_NAME:
         return False
     if _HEADER.fullmatch(name):
         return True

@@ -25,7 +25,7 @@ RECORD_VERSION = 1
 WHY = "why.json"  # in the same folder: verdict of the process that watches the run
 RESUMABLE = 75  # EX_TEMPFAIL: the job saved a checkpoint and ended; starting it again resumes it
 KILLED = 128  # plus the signal number, as in a shell
-MOST_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
+MAX_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(
     r"(?m)^(?:.*?time +: (\d{4}-\S{1,20})\n)?(?:.*?host +: (\S{1,253})\n)?.{0,400}?rank +: (\d{1,7}) [^\n]*+"
@@ -235,7 +235,7 @@ def dumps(record: RunRecord) -> str:
 def read(path: Path) -> RunRecord:
     """Read the record from a file. Raises RecordError, which names the file and the error."""
     try:
-        data = plain.loads(bounded.read_text(path, MOST_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
+        data = plain.loads(bounded.read_text(path, MAX_RECORD_BYTES), unknown_numbers=True)  # a loss may be NaN
         if not isinstance(data, dict):
             raise RecordError("must hold one JSON object")
         if (version := data.get("schema_version", RECORD_VERSION)) != RECORD_VERSION:

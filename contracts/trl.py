@@ -40,8 +40,8 @@ def option_names() -> dict[str, Any]:
 
 
 FILES = ("deepspeed", "fsdp_config")  # each is a mapping, or the name of a file that contains it
-MOST_LISTED = 24  # names that a message lists
-MOST_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
+MAX_LISTED = 24  # names that a message lists
+MAX_SHOWN = 80  # characters of a rejected value in a message: a list of data sets can be very long
 
 
 def spelled(member: str, value: Any) -> str:
@@ -80,7 +80,7 @@ def hint(name: str, settings: Iterable[str]) -> str:
     names = [*settings]
     if close := difflib.get_close_matches(name, names, n=3):
         return f" (close: {', '.join(close)})"
-    return f" (known: {', '.join(names)})" if 0 < len(names) <= MOST_LISTED else ""
+    return f" (known: {', '.join(names)})" if 0 < len(names) <= MAX_LISTED else ""
 
 
 def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ def require(name: str, value: Any, row: Mapping[str, Any]) -> None:
     *first, last = [repr(item) for item in allowed if item not in ("", {}, [])] or ["nothing"]
     choices = f"only {', '.join(first)} or {last}" if first else last if last == "nothing" else f"only {last}"
     value_text = repr(value)
-    value_text = value_text if len(value_text) <= MOST_SHOWN else f"{value_text[:MOST_SHOWN]}..."
+    value_text = value_text if len(value_text) <= MAX_SHOWN else f"{value_text[:MAX_SHOWN]}..."
     kind = OnlyTrlError if row.get("trl") else ConfigError
     raise kind(f"{name}={value_text}: {choices} is allowed: {reason}")
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-MOST_CHARACTERS = 1 << 20  # PyYAML parses about 100 kB per second
-MOST_LEVELS = 100
-MOST_NODES = 200_000  # of the expanded text: each alias counts as the nodes of its anchor
+MAX_CHARACTERS = 1 << 20  # PyYAML parses about 100 kB per second
+MAX_LEVELS = 100
+MAX_NODES = 200_000  # of the expanded text: each alias counts as the nodes of its anchor
 
 
 class YamlTextError(ValueError):
@@ -50,14 +50,14 @@ def _check_size(text: str, most_aliases: int) -> None:
         elif isinstance(event, yaml.NodeEvent):
             nodes += 1
             is_start = isinstance(event, yaml.CollectionStartEvent)
-            sizes[event.anchor] = MOST_NODES if is_start else 1  # an alias inside its own anchor has no end
+            sizes[event.anchor] = MAX_NODES if is_start else 1  # an alias inside its own anchor has no end
             starts += [(event.anchor, nodes - 1)] if is_start else []
-        if len(starts) > MOST_LEVELS:  # PyYAML's scanner checks each open bracket for each token
-            raise YamlTextError(f"nested more than {MOST_LEVELS} levels deep")
+        if len(starts) > MAX_LEVELS:  # PyYAML's scanner checks each open bracket for each token
+            raise YamlTextError(f"nested more than {MAX_LEVELS} levels deep")
         if aliases > most_aliases:
             raise YamlTextError(f"more than {most_aliases} aliases")
-        if nodes > MOST_NODES:
-            raise YamlTextError(f"more than {MOST_NODES} nodes, with the anchors of its aliases written out")
+        if nodes > MAX_NODES:
+            raise YamlTextError(f"more than {MAX_NODES} nodes, with the anchors of its aliases written out")
 
 
 def load_all(
@@ -67,8 +67,8 @@ def load_all(
 
     With `once`, a repeated key in a mapping is an error. Raises YamlTextError.
     """
-    if len(text) > MOST_CHARACTERS:
-        raise YamlTextError(f"{len(text)} characters of YAML are more than the {MOST_CHARACTERS} that are read")
+    if len(text) > MAX_CHARACTERS:
+        raise YamlTextError(f"{len(text)} characters of YAML are more than the {MAX_CHARACTERS} that are read")
     try:
         _check_size(text, most_aliases)
         loader: Any = make_loader or (_UniqueKeyLoader if once else yaml.SafeLoader)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from agent.cluster.nodes import LEAST_SILENT_SECONDS, SILENT_INTERVALS
+from agent.cluster.nodes import MIN_SILENT_SECONDS, SILENT_INTERVALS
 
 # The operator sets the addresses of documentation, Grafana and fleet page: `generate.py --docs URL --grafana URL
 # --page URL`, or the chart's values.
@@ -203,7 +203,7 @@ def _read(row: dict[str, Any]) -> tuple[Alert, ...]:
 
 def _read_table() -> list[dict[str, Any]]:
     text = Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8")
-    silent = {"SILENT_INTERVALS": SILENT_INTERVALS, "LEAST_SILENT_SECONDS": round(LEAST_SILENT_SECONDS)}
+    silent = {"SILENT_INTERVALS": SILENT_INTERVALS, "MIN_SILENT_SECONDS": round(MIN_SILENT_SECONDS)}
     codes = "|".join(row["codes"] for row in yaml.safe_load(text) if "codes" in row and "unlike" not in row)
     for name, value in {"NODE": NODE, "CODES": codes, **silent}.items():
         text = text.replace(f"{{{name}}}", str(value))

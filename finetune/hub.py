@@ -27,7 +27,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from contracts.job_config import ConfigError, JobConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # one file, or the names of shards
-MOST_BYTES = 64 << 30  # of the files of one split
+MAX_BYTES = 64 << 30  # of the files of one split
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -80,8 +80,8 @@ def download_data(name: str, revision: str, choose: Callable[[Path], list[str]])
         if "README.md" in sizes:
             shutil.copyfile(hf_hub_download(**where, filename="README.md"), listing / "README.md")
         files = choose(listing)
-        if sum(sizes[file] for file in files) > MOST_BYTES:
-            raise ConfigError(f"dataset_name={name!r}: more than {MOST_BYTES >> 30} GiB of files in one split; download"
+        if sum(sizes[file] for file in files) > MAX_BYTES:
+            raise ConfigError(f"dataset_name={name!r}: more than {MAX_BYTES >> 30} GiB of files in one split; download"
                               " the part that you need (`hf download --include`), and name its folder")  # fmt: skip
         cached = Path(snapshot_download(**where, allow_patterns=list(map(glob.escape, files))))
         return [cached / file for file in files]

@@ -50,7 +50,7 @@ NEWS_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _LINE_BYTES = 4096
 _TAIL_BYTES = 65536  # of torchrun's output: its report of the failure is at the end
-_MOST_NCCL_BYTES = 16 << 20  # of each rank's log in the pod's: channels are at the beginning
+_MAX_NCCL_BYTES = 16 << 20  # of each rank's log in the pod's: channels are at the beginning
 _SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 
 
@@ -166,7 +166,7 @@ class Ranks:
             over = self._over.wait(1.0)
             for path in self._nccl_logs():
                 offset = offsets.get(path, 0)
-                if path in earlier or offset > _MOST_NCCL_BYTES:
+                if path in earlier or offset > _MAX_NCCL_BYTES:
                     continue
                 with contextlib.suppress(OSError), path.open("rb") as stream:
                     stream.seek(offset)

@@ -36,7 +36,7 @@ TRIES = 3
 PAUSE_SECONDS = 2.0  # for an agent that restarts or has not scanned yet
 BUSY = (429, 503)
 TERMINATION_LOG = Path("/dev/termination-log")  # the kubelet takes 4096 bytes of it into the pod's status
-_MOST_TOKEN_BYTES = 16384
+_MAX_TOKEN_BYTES = 16384
 _URL = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?/?")
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")  # RFC 6750; a line break, for example, would start another header
 
@@ -68,7 +68,7 @@ def send(body: bytes, seconds: float) -> str:
 def main(path: str) -> int:
     """Send the record in this file. Return 1, with a line on stderr, where the agent does not have it afterwards."""
     try:
-        why = send(bounded.read(path, run_record.MOST_RECORD_BYTES), ONE_SECONDS)  # the launcher may be ended soon
+        why = send(bounded.read(path, run_record.MAX_RECORD_BYTES), ONE_SECONDS)  # the launcher may be ended soon
     except (OSError, ValueError) as error:
         why = str(error)
     if why:
@@ -110,7 +110,7 @@ def _send(url: str, body: bytes) -> str:
     token, path = "", os.environ.get("TOPOFLIGHT_AGENT_TOKEN_FILE")
     if path:
         try:
-            token = bounded.read(path, _MOST_TOKEN_BYTES).decode("ascii", errors="replace").strip()
+            token = bounded.read(path, _MAX_TOKEN_BYTES).decode("ascii", errors="replace").strip()
         except (OSError, bounded.TooLargeError) as error:
             return f"TOPOFLIGHT_AGENT_TOKEN_FILE: {error}"
         if not _TOKEN.fullmatch(token):

@@ -50,13 +50,13 @@ VERDICT = "why.json"  # of an earlier start
 INTERVAL_SECONDS = 1.0
 WRITE_EVERY = 10  # samples
 STALL_SECONDS = 15.0  # until a dump; the verdict is that of `topoflight why`
-MOST_MARKS = 64  # every second goes when there are more: 4 KB
-MOST_ERROR = 4000  # characters
+MAX_MARKS = 64  # every second goes when there are more: 4 KB
+MAX_ERROR = 4000  # characters
 _USUAL_LOOKS, _USUAL_SHARE = 3, 0.1  # from which a line is one that ordinary steps run through
 _ACTIVE_BYTES = 1 << 18  # read, written, sent or received between two writes, apart from what the monitor writes
 _DEEPEST = 200
 _LIBC = ctypes.CDLL(None)
-_MOST_SOCKETS = 4096
+_MAX_SOCKETS = 4096
 # struct tcp_info (linux/tcp.h): the state, what is sent again in vain, bytes that a peer has confirmed, bytes received
 _TCP_INFO = struct.Struct("@BxB117xQQ")
 _ESTABLISHED = 1
@@ -258,7 +258,7 @@ class RankMonitor(threading.Thread):
             unsent, now = {address: count for address, count in self.unsent.items() if count}, time.time()
             so_far = {"calls": self.calls, "samples": dict(self.samples), "moving": dict(self.moving), "unsent": unsent}
             self.marks.append({"at": now, **so_far})
-            if len(self.marks) > MOST_MARKS:
+            if len(self.marks) > MAX_MARKS:
                 del self.marks[1::2]
             error, stack = _get_error() if ended else (None, [])
             if stack:
@@ -543,7 +543,7 @@ def _list_connections() -> Iterator[Connection]:
     """
     fds: list[int] = []
     with contextlib.suppress(OSError):
-        fds = sorted(int(one) for one in os.listdir("/proc/self/fd"))[:_MOST_SOCKETS]  # noqa: PTH208 - names alone
+        fds = sorted(int(one) for one in os.listdir("/proc/self/fd"))[:_MAX_SOCKETS]  # noqa: PTH208 - names alone
     info = (ctypes.c_ubyte * _TCP_INFO.size)()
     for fd in fds:
         size = ctypes.byref(ctypes.c_uint32(len(info)))
@@ -568,7 +568,7 @@ def _get_error() -> tuple[str | None, list[Frame]]:
     if error is None:
         return None, []
     stack = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in traceback.walk_tb(error.__traceback__)]
-    return f"{type(error).__name__}: {str(error)[:MOST_ERROR]}", stack[::-1]
+    return f"{type(error).__name__}: {str(error)[:MAX_ERROR]}", stack[::-1]
 
 
 def _list_sending(connections: list[Connection]) -> list[tuple[str, bool, bool]]:

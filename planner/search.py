@@ -224,7 +224,7 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
 _FITTED = ("checkpointing", "offload")  # determined by memory, after the degrees
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _MAX_PP = 64
-_LEAST_TOKENS = 1024  # tokens of a sequence per context-parallel rank; no published run uses fewer
+_MIN_TOKENS = 1024  # tokens of a sequence per context-parallel rank; no published run uses fewer
 # If forecasts of two layouts differ by less than this factor, they are equal, and `Candidate.risk` decides. It is a
 # third of the error in the difference of layouts that only differ in batch or recomputation.
 TIE = 1.02
@@ -361,7 +361,7 @@ def _list_virtuals(job: Job, split: Layout, requested: object) -> Iterator[int]:
 def _list_context_degrees(job: Job, ranks: int) -> list[int]:
     """Return context-parallel degrees that leave each rank enough of a sequence."""
     length = job.train.sequence_length
-    largest = min(max(8, length // 4096), length // _LEAST_TOKENS)
+    largest = min(max(8, length // 4096), length // _MIN_TOKENS)
     return [cp for cp in _list_powers(min(ranks, max(1, largest))) if ranks % cp == 0]
 
 

@@ -20,10 +20,10 @@ from planner.lint.expansion import limit_parsing, parse
 from planner.lint.shell import read_shell
 from planner.nccl_env.situation import Setting
 
-MOST_OPTION_CHARACTERS = 65536  # per line; shlex takes time quadratic in the length of a word
+MAX_OPTION_CHARACTERS = 65536  # per line; shlex takes time quadratic in the length of a word
 _KEY = re.compile(r"[a-z][a-z0-9-]{0,40}")
 _TIME = re.compile(r"\d{1,9}(:\d{2}){0,2}|\d{1,5}-\d{1,2}(:\d{2}){0,2}|UNLIMITED")  # sbatch(1), --time
-MOST_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
+MAX_SIGNAL_SECONDS = 65535  # sbatch(1), --signal
 _EARLY_SECONDS = 60  # sbatch(1), --signal: the signal may come so much earlier
 _text = read_texts(__file__, "slurm.toml")
 _OPTION_OF_TEMPLATE = frozenset({
@@ -56,8 +56,8 @@ def parse_limit(text: str) -> int | None:
 def _check_signal(time_limit: str | None, signal_seconds: int) -> None:
     """Raise ScriptError if Slurm cannot signal a job so long before its time limit."""
     notice, faster = _text("notice", seconds=signal_seconds), _text("faster")
-    if signal_seconds > MOST_SIGNAL_SECONDS:
-        raise ScriptError(_text("signal_too_early", notice=notice, most=MOST_SIGNAL_SECONDS, faster=faster))
+    if signal_seconds > MAX_SIGNAL_SECONDS:
+        raise ScriptError(_text("signal_too_early", notice=notice, most=MAX_SIGNAL_SECONDS, faster=faster))
     limit = parse_limit(time_limit) if time_limit else None
     if limit is not None and limit <= signal_seconds + _EARLY_SECONDS:
         minutes = (signal_seconds + _EARLY_SECONDS) // 60 + 5  # minutes for gate, imports, model and the first steps
@@ -129,8 +129,8 @@ def parse_size(text: str) -> tuple[int | None, int | None]:
 
 def _check_option(number: int, option: str) -> None:
     """Raise ScriptError for an #SBATCH line without an option."""
-    if len(option) > MOST_OPTION_CHARACTERS:
-        raise ScriptError(_text("too_long", number=number, rest=option[:60], most=MOST_OPTION_CHARACTERS))
+    if len(option) > MAX_OPTION_CHARACTERS:
+        raise ScriptError(_text("too_long", number=number, rest=option[:60], most=MAX_OPTION_CHARACTERS))
     try:
         tokens = shlex.split(option, comments=True)
     except ValueError as error:

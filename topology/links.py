@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from contracts.tables import read_texts
-from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
+from probes.gpu.facts import MAX_LINKS, UNREAD, Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice, ancestors, is_bridge, is_network
 from topology.graph import (
     INTEL_P2P_OVERHEAD,
@@ -108,7 +108,7 @@ class NvLinks:
         if gpu is None or gpu.broken:
             return 0
         if gpu.error is not None or not gpu.nvlinks_known:
-            return LINKS_MAX
+            return MAX_LINKS
         return sum(_is_unread(link) for link in gpu.nvlinks)
 
     def _may_link(self, gpu: Gpu) -> bool:

@@ -43,7 +43,7 @@ texts = read_texts(__file__, "texts.toml")
 PLAN_ERRORS = (PlanError, LayoutError, ConfigError)  # of a request that the planner cannot answer
 # The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
 EMBEDDED_MODEL = "tiny-llama"
-_MOST_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
+_MAX_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ def parse_histogram(text: str | None) -> tuple[tuple[int, int], ...]:
         raise RequestError(str(error)) from None
 
 
-_MOST_PRICE = 1e9
+_MAX_PRICE = 1e9
 
 
 def read_prices(text: str, *, files: bool) -> float | dict[str, float]:
@@ -222,8 +222,8 @@ def read_prices(text: str, *, files: bool) -> float | dict[str, float]:
 
 
 def _check_price(name: str, value: float) -> float:
-    if not 0.0 <= value <= _MOST_PRICE:
-        raise RequestError(f"{name}={value:g}: must be from 0 to {_MOST_PRICE:g}")
+    if not 0.0 <= value <= _MAX_PRICE:
+        raise RequestError(f"{name}={value:g}: must be from 0 to {_MAX_PRICE:g}")
     return value
 
 
@@ -316,7 +316,7 @@ def with_faults(advice: Recommendation, checks: Sequence[Finding]) -> Recommenda
     groups = [group for group in group_findings(checks) if group.status == "fail" and set(group.codes) - counted]
     ends, left_out = "this fault ends the job", "the forecast does not count this fault"
     rows = []
-    for group in groups[:_MOST_FAULTS]:
+    for group in groups[:_MAX_FAULTS]:
         on = group.place if len(group.subjects) == 1 else group.places
         effect = ends if ENDS & set(group.codes) else left_out
         rows.append(f"{effect}: {group.id}{on and ' '}{on}: {group.message}")
@@ -495,7 +495,7 @@ def adapt_to_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bo
 
 # The same job on other machines, node counts and networks.
 
-MOST_POINTS = 64
+MAX_POINTS = 64
 WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
                   "steps", "price")  # fmt: skip
 """The fields of a question that the what-if page asks for."""
@@ -513,9 +513,9 @@ def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierP
     if not names:
         raise RequestError("sweep: name the machines (--machine A,B,...), or give their prices in a file")
     networks = [None, *(word for word in (request.network or "").split(",") if word)]
-    if len(names) * len(nodes) * len(networks) > MOST_POINTS:
+    if len(names) * len(nodes) * len(networks) > MAX_POINTS:
         count = f"{len(names)} machines x {len(nodes)} numbers of nodes x {len(networks)} networks"
-        raise RequestError(f"sweep: {count} are more than {MOST_POINTS} points")
+        raise RequestError(f"sweep: {count} are more than {MAX_POINTS} points")
     try:
         if train.global_batch is None:  # all points need the same batch, otherwise they would be different jobs
             sizes = [machines.cluster(name, max(nodes), gpus_per_node=request.ranks_per_node) for name in names]

@@ -318,7 +318,7 @@ def require_layout(advice: Recommendation) -> RankedLayout:
 
 # Look up the shape of a model by its hub id.
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def look_up_shape(name: str, revision: str) -> ModelSpec | None:
@@ -339,7 +339,7 @@ def look_up_shape(name: str, revision: str) -> ModelSpec | None:
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
-        return read_model(plain.loads(bounded.read(path, _MOST_BYTES)), name=name, any_type=True)
+        return read_model(plain.loads(bounded.read(path, _MAX_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, plain.PlainError) as error:
         if is_known:
             return None

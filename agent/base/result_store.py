@@ -27,7 +27,7 @@ DEFAULT_FOLDER = Path("/var/lib/topoflight")
 BENCH_FILE, SEARCH_FILE = "bench.json", "search.json"
 RUNS_FOLDER = "runs"
 STORED_RUNS = 50
-MOST_HELD_BYTES = 4 << 20  # of text, which uses up to 20 times as much memory; 50 records of 4096 steps take 3 MiB
+MAX_HELD_BYTES = 4 << 20  # of text, which uses up to 20 times as much memory; 50 records of 4096 steps take 3 MiB
 WRITTEN_WITHIN_SECONDS = 600.0  # upper bound, even for a slow disk
 
 
@@ -82,14 +82,14 @@ def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
 def read_runs(place: Path) -> tuple[RunRecord, ...]:
     """Read the records of runs in the state folder `place`, newest first.
 
-    All records are held in memory, so the oldest beyond MOST_HELD_BYTES are not read.
+    All records are held in memory, so the oldest beyond MAX_HELD_BYTES are not read.
     """
     records: list[RunRecord] = []
     size = 0
     for path in sorted((place / RUNS_FOLDER).glob("*.json"), reverse=True)[:STORED_RUNS]:
         try:
             size += path.stat().st_size
-            if size > MOST_HELD_BYTES and records:
+            if size > MAX_HELD_BYTES and records:
                 break
             records.append(read_record(path))
         except (OSError, RecordError) as error:

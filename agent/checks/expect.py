@@ -34,8 +34,8 @@ from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.check import find_farthest_gdr, uses_gdr
 from topology.graph import NodeTopology, nvlinks
 
-MOST_BYTES = 1 << 16  # a file of a dozen lines
-MOST_NAMES = 64
+MAX_BYTES = 1 << 16  # a file of a dozen lines
+MAX_NAMES = 64
 _FORMS = read_table(__file__, "expect.toml")
 
 Judgement = tuple[bool | None, str]  # whether an expectation is met (None: unknown), and what the node has
@@ -78,7 +78,7 @@ def read_file(path: Path) -> tuple[NodeExpectation, ...]:
     """Read expectations from a YAML mapping; a file with only comments contains none. Raises GateError."""
     source = f"--expect-file {path}"
     try:
-        documents = load_all(bounded.read(path, MOST_BYTES).decode("utf-8"), most_aliases=0, once=True)
+        documents = load_all(bounded.read(path, MAX_BYTES).decode("utf-8"), most_aliases=0, once=True)
     except (OSError, ValueError) as error:
         raise GateError(f"{source}: {getattr(error, 'strerror', None) or error}") from None
     value = documents[0] if documents else None
@@ -100,8 +100,8 @@ def _read(entries: Mapping[str, Sequence[Any]], source: str) -> tuple[NodeExpect
     for key, values in entries.items():
         if key not in _LISTS and len(values) != 1:
             raise GateError(f"{source}: {key} is given {len(values)} times; only {', '.join(_LISTS)} may be repeated")
-        if len(values) > MOST_NAMES:
-            raise GateError(f"{source}: {key}: more than {MOST_NAMES} values")
+        if len(values) > MAX_NAMES:
+            raise GateError(f"{source}: {key}: more than {MAX_NAMES} values")
         allowed = str if key in _NAMES else str | int | float
         if not all(isinstance(value, allowed) for value in values):
             raise GateError(f"{source}: {key}: must be {'text, in quotes' if key in _NAMES else 'one value'}")

@@ -22,7 +22,7 @@ from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from topology.diff import Difference, Trait, compare, traits
 
-MOST_EVENTS, SHOWN_EVENTS = 50, 24
+MAX_EVENTS, SHOWN_EVENTS = 50, 24
 SCANS_TO_RAISE = 2
 SCANS_TO_CLEAR = 3  # one more than to raise, so that an intermittent finding stays raised
 # Settling time after a boot or driver restart: the time that Kubernetes lets a node be not ready before it evicts its
@@ -73,7 +73,7 @@ class History:
         settling = self._is_settling(snapshot, now)
         self._report_changes(view, now, settling=settling)
         checks = tuple(self._raised(view.checks, now, settling=settling))
-        self._events = self._events[-MOST_EVENTS:]
+        self._events = self._events[-MAX_EVENTS:]
         return replace(
             view, checks=checks, verdict=judge(checks), events=tuple(self._events),
             since={key: tracked.since for key, tracked in self._open.items() if tracked.raised},

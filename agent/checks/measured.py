@@ -28,7 +28,7 @@ BASELINE: Final = "in the baseline"
 BARS: tuple[BarName, ...] = (HEALTHY, CURRENT)
 JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
-MOST_JUDGED_BYTES = 8 << 30  # checked for any number of ranks: larger sizes do not fit next to a job
+MAX_JUDGED_BYTES = 8 << 30  # checked for any number of ranks: larger sizes do not fit next to a job
 
 
 def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
@@ -38,7 +38,7 @@ def is_judged(op: str, size_bytes: int, ranks: int) -> bool:
 
 def choose_bytes(ranks: int) -> int:
     """Return the message size S at which `ranks` are evaluated."""
-    return min(JUDGED_BYTES_PER_RANK * ranks, MOST_JUDGED_BYTES)
+    return min(JUDGED_BYTES_PER_RANK * ranks, MAX_JUDGED_BYTES)
 
 
 def check_bars(result: BenchResult, snapshots: Sequence[Snapshot]) -> list[Finding]:

@@ -34,8 +34,8 @@ from probes.registry import ALL
 from probes.scanner import Scanner, dumps
 
 Files = dict[str, bytes]
-MOST_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
-MOST_BUNDLE_BYTES = 512 << 20  # of an unpacked bundle
+MAX_FILE_BYTES = 8 << 20  # a recording takes about 1 MiB
+MAX_BUNDLE_BYTES = 512 << 20  # of an unpacked bundle
 LOG_LINES = 2000
 NODE_SECONDS = 180
 AT_ONCE = 8
@@ -99,7 +99,7 @@ def _list_versions() -> Iterator[tuple[str, str]]:
 
 
 def _read(path: Path) -> Any:
-    return loads(bounded.read_text(path, MOST_FILE_BYTES), unknown_numbers=True)
+    return loads(bounded.read_text(path, MAX_FILE_BYTES), unknown_numbers=True)
 
 
 def _make_document(name: str, make: Callable[[], Any]) -> Files:
@@ -112,15 +112,15 @@ def _make_document(name: str, make: Callable[[], Any]) -> Files:
 
 def pack_bundle(hosts: Mapping[str, Files]) -> bytes:
     """Create the archive; equal content gives an identical file. Raises BundleError if it is too large."""
-    if sum(len(data) for files in hosts.values() for data in files.values()) > MOST_BUNDLE_BYTES:
-        raise BundleError(f"the bundle is larger than {MOST_BUNDLE_BYTES >> 20} MiB: name fewer nodes with --node")
+    if sum(len(data) for files in hosts.values() for data in files.values()) > MAX_BUNDLE_BYTES:
+        raise BundleError(f"the bundle is larger than {MAX_BUNDLE_BYTES >> 20} MiB: name fewer nodes with --node")
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for host, files in hosts.items():
             for name, data in files.items():
                 entry = zipfile.ZipInfo(f"{name_folder(host)}/{name}")  # without a modification time
                 entry.external_attr = 0o600 << 16
-                cut = data[:MOST_FILE_BYTES] if not name.startswith("recording") else data
+                cut = data[:MAX_FILE_BYTES] if not name.startswith("recording") else data
                 archive.writestr(entry, cut, zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
@@ -134,7 +134,7 @@ def unpack_bundle(content: bytes) -> dict[str, Files]:
     """Read the files of a bundle, by host. Raises BundleError."""
     hosts: dict[str, Files] = {}
     try:
-        files = bounded.zip_files(content, MOST_BUNDLE_BYTES, MOST_BUNDLE_BYTES, lambda path: ".." not in path)
+        files = bounded.zip_files(content, MAX_BUNDLE_BYTES, MAX_BUNDLE_BYTES, lambda path: ".." not in path)
         for path, data in files:
             host, _, name = path.partition("/")
             if name:
@@ -171,7 +171,7 @@ def _collect_node(base: list[str], node: str, pod: str) -> Files:
     except BundleError as error:
         files = {"error.txt": f"{node}: {redact(str(error))}\n".encode()}
     try:
-        log = _run_kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MOST_FILE_BYTES}"])
+        log = _run_kubectl([*base, "logs", pod, f"--tail={LOG_LINES}", f"--limit-bytes={MAX_FILE_BYTES}"])
     except BundleError as error:
         log = f"not read: {error}\n".encode()
     return {**files, "log.txt": redact(log.decode(errors="replace")).encode()}

@@ -89,13 +89,13 @@ def _advise_on_file(request: Request, config: Path, snapshots: Sequence[Snapshot
 
 def _parse_numbers(text: str) -> list[int]:
     """Parse "nodes=1,2,4" as numbers."""
-    from agent.advice.advise import MOST_POINTS
+    from agent.advice.advise import MAX_POINTS
 
     name, _, numbers = text.partition("=")
     entries = numbers.split(",")
     wrong = [word for word in entries if not word.isdecimal() or not 1 <= int(word) <= most("nodes")]
-    if name != "nodes" or wrong or len(entries) > MOST_POINTS:
-        allowed = f"nodes=1,2,4 with at most {MOST_POINTS} numbers up to {most('nodes')}"
+    if name != "nodes" or wrong or len(entries) > MAX_POINTS:
+        allowed = f"nodes=1,2,4 with at most {MAX_POINTS} numbers up to {most('nodes')}"
         raise click.UsageError(f"--sweep {text}: must be {allowed}")
     return [int(word) for word in entries]
 

@@ -55,10 +55,10 @@ API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
 SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
-LEAST_SILENT_SECONDS = 120.0
-MOST_MACHINES = 128  # whose facts and graph are cached
-MOST_FINDINGS = 64
-MOST_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
+MIN_SILENT_SECONDS = 120.0
+MAX_MACHINES = 128  # whose facts and graph are cached
+MAX_FINDINGS = 64
+MAX_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +102,9 @@ class NodeRecord:
 
     def silent(self, now: float) -> bool:
         """Return whether its agent ended, missed too many writes, or reports a scan in the future."""
-        if self.stopped_at_seconds is not None or self.scanned_at_seconds > now + LEAST_SILENT_SECONDS:
+        if self.stopped_at_seconds is not None or self.scanned_at_seconds > now + MIN_SILENT_SECONDS:
             return True
-        return self.age_seconds(now) > max(LEAST_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
+        return self.age_seconds(now) > max(MIN_SILENT_SECONDS, SILENT_INTERVALS * self.interval_seconds)
 
 
 _TABLE = read_table(__file__, "nodes.toml")
@@ -169,7 +169,7 @@ def make_record(view: View, *, name: str | None = None, interval_seconds: float 
     changes = tuple(
         {"at": format_time(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
-        for event in view.events[-MOST_CHANGES:]
+        for event in view.events[-MAX_CHANGES:]
     )  # fmt: skip
     return NodeRecord(
         name=clean(name or snapshot.hostname, 253), host=clean(snapshot.hostname, 253), verdict=judge(checks).word,
@@ -194,7 +194,7 @@ def _list_findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], fl
     unmeasured = {(c.code.split(".")[0], c.message): c for c in reversed(ordered) if c.required and
                   c.status == "unknown"}  # fmt: skip
     bad = [*(c for c in ordered if c.status == "fail"), *reversed(unmeasured.values()),
-           *(c for c in ordered if c.status == "warn")][:MOST_FINDINGS]  # fmt: skip
+           *(c for c in ordered if c.status == "warn")][:MAX_FINDINGS]  # fmt: skip
     return tuple(
         {
             "code": clean(c.code, 128), "severity": c.status.value, "subject": clean(c.subject, 128),
@@ -227,17 +227,17 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
 # The facts in a record: those of the probes as JSON, compressed with gzip and encoded in base64. Values that change
 # between scans (counters, temperatures) or identify one machine are omitted. Addresses are replaced by their networks.
 
-MOST_DEVICES = 256  # GPUs and NICs together: every pair is evaluated
-MOST_LETTERS = 512  # of every text; longer texts are cut
-MOST_FACTS_LETTERS = 65536  # of the compressed facts; an HGX H100 needs 5,000
-MOST_FACTS_BYTES = 1 << 20  # of the JSON
+MAX_DEVICES = 256  # GPUs and NICs together: every pair is evaluated
+MAX_LETTERS = 512  # of every text; longer texts are cut
+MAX_FACTS_LETTERS = 65536  # of the compressed facts; an HGX H100 needs 5,000
+MAX_FACTS_BYTES = 1 << 20  # of the JSON
 _PROBES = [probe for probe in ALL if probe.name in ("gpu", "pci", "rdma", "interfaces", "limits", "hostinfo")]
 
 _PROCESS = re.compile(r"^this process, pid \d+")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
-def clean(text: str, limit: int = MOST_LETTERS) -> str:
+def clean(text: str, limit: int = MAX_LETTERS) -> str:
     """Remove secrets and control characters from a text of the host, and cut it to `most` characters."""
     return _CONTROL.sub("?", redact(text[: 2 * limit])[:limit])
 
@@ -252,7 +252,7 @@ def pack_facts(snapshot: Snapshot) -> str | None:
     parts = {name: wire.outcome_to_json(replace(outcome, seconds=0.0)) for name, outcome in outcomes.items()}
     text = json.dumps(_clean_texts(parts), sort_keys=True)
     packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-    return None if len(text) > MOST_FACTS_BYTES or len(packed) > MOST_FACTS_LETTERS else packed
+    return None if len(text) > MAX_FACTS_BYTES or len(packed) > MAX_FACTS_LETTERS else packed
 
 
 def _clean_texts(value: Any) -> Any:
@@ -307,25 +307,25 @@ def _hide_host(text: str) -> str:
 # Equal nodes have equal facts, so each machine is read once, and its graph is built once.
 
 
-@lru_cache(MOST_MACHINES)
+@lru_cache(MAX_MACHINES)
 def _read_snapshot(facts: str | None) -> Snapshot | None:
     """Return the snapshot without host name; None if the facts are of another release, or the record has none."""
     try:
-        with gzip.open(io.BytesIO(base64.b64decode((facts or "")[:MOST_FACTS_LETTERS]))) as stream:
-            parts = plain.loads(bounded.rest(stream, MOST_FACTS_BYTES))
+        with gzip.open(io.BytesIO(base64.b64decode((facts or "")[:MAX_FACTS_LETTERS]))) as stream:
+            parts = plain.loads(bounded.rest(stream, MAX_FACTS_BYTES))
         outcomes = {each.name: wire.outcome_from_json(each, parts[each.name]) for each in _PROBES if each.name in parts}
     except (*_UNREADABLE, EOFError, OSError, zlib.error):  # gzip raises the last three
         return None
     return Snapshot(hostname="", taken_at_seconds=0.0, outcomes=outcomes)
 
 
-@lru_cache(MOST_MACHINES)
+@lru_cache(MAX_MACHINES)
 def _read_graph(facts: str | None) -> NodeTopology | None:
     """Return the graph without host name; None also if it has more devices than are read: every pair is evaluated."""
     if (snapshot := _read_snapshot(facts)) is None:
         return None
     gpus, rdma = snapshot.facts(GpuFacts), snapshot.facts(RdmaFacts)
-    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > MOST_DEVICES:
+    if len(gpus.gpus if gpus else ()) + len(rdma.devices if rdma else ()) > MAX_DEVICES:
         return None
     try:
         node = build(snapshot)

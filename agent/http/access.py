@@ -43,9 +43,9 @@ _CHECK_SECONDS = 1.0
 _ROOM_SECONDS = 0.05
 AUDIENCE = "topoflight"
 CACHE_SECONDS = 10.0  # as long as kube-apiserver caches a refusal; a revoked token stays valid this long
-MOST_CACHED = 1024
+MAX_CACHED = 1024
 LONGEST_TOKEN = 16384
-_MOST_TOKEN_BYTES = 1 << 20  # size of a token file
+_MAX_TOKEN_BYTES = 1 << 20  # size of a token file
 READS = ("GET", "HEAD")
 CHALLENGE = {"WWW-Authenticate": 'Bearer realm="topoflight"'}
 PROBLEM_TYPE = "application/problem+json"
@@ -98,7 +98,7 @@ class TokenChecker:
             outcome = await run_in_threadpool(self._review, self._client, token, *key[1:])
         else:
             outcome = await run_in_threadpool(self._check_file, token)
-        if len(self._cache) >= MOST_CACHED:
+        if len(self._cache) >= MAX_CACHED:
             self._cache.clear()
         self._cache[key] = time.monotonic(), outcome
         return outcome
@@ -197,7 +197,7 @@ def read_tokens(path: Path) -> list[str]:
     if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ValueError(f"{path} may be read or written by everyone: chmod 640")
     try:
-        lines = [line.strip() for line in bounded.read(path, _MOST_TOKEN_BYTES).decode("ascii").splitlines()]
+        lines = [line.strip() for line in bounded.read(path, _MAX_TOKEN_BYTES).decode("ascii").splitlines()]
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     tokens = [line for line in lines if line and not line.startswith("#")]

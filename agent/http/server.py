@@ -48,14 +48,14 @@ from topology.render import json_document
 
 log = logging.getLogger(__name__)
 
-MOST_BODY_BYTES = 65536
-MOST_WAIT_SECONDS = 60.0
+MAX_BODY_BYTES = 65536
+MAX_WAIT_SECONDS = 60.0
 LOOK_SECONDS = 0.1
 WORTH_BYTES = 1024  # gzip on a smaller response saves less than one packet
 GZIP_LEVEL = 4
 STALE_SCANS = 4  # not ready after this many missed scans in a row
-MOST_ANSWERS = 64
-MOST_BYTES = 16 << 20
+MAX_ANSWERS = 64
+MAX_BYTES = 16 << 20
 PIECE_BYTES = 128 << 10  # held by a slow reader of a large response; Starlette compresses such pieces in a thread
 Responses = dict[int | str, dict[str, Any]]
 
@@ -153,7 +153,7 @@ class ResponseCache:
     def put(self, view: View, key: Hashable, answer: Answer) -> Answer:
         """Store a response. Those of another view are discarded, and all of them once they take too much memory."""
         size = sum(len(cached.body) for cached in self._answers.values()) + len(answer.body)
-        if view is not self._view or size > MOST_BYTES or len(self._answers) >= MOST_ANSWERS:
+        if view is not self._view or size > MAX_BYTES or len(self._answers) >= MAX_ANSWERS:
             self._view, self._answers = view, {}
         self._answers[key] = answer
         return answer
@@ -226,8 +226,8 @@ def convert_errors(app: FastAPI) -> None:
 # The record of a run (POST /runs). A job posts it, not an administrator, and every reader gets it from memory.
 
 # 50 of these are stored in the 64 MiB that deploy/daemonset gives the state folder; 4096 steps take 60 KiB
-MOST_RECORD_BYTES = 512 << 10
-MOST_VALUES = 16384  # 4096 steps and evaluations; each value uses about 100 bytes of memory
+MAX_RECORD_BYTES = 512 << 10
+MAX_VALUES = 16384  # 4096 steps and evaluations; each value uses about 100 bytes of memory
 
 _Time = Annotated[str, Field(pattern="^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z$", max_length=20)]
 _Text = Annotated[str, Field(max_length=4096)]
@@ -261,8 +261,8 @@ class PostedRecord(BaseModel):
 
 def read_record(body: bytes) -> RunRecord:
     """Parse the record. Raises ProblemError 400 if it is not such JSON, 422 if a member is invalid."""
-    if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MOST_VALUES:  # counted before parsing
-        raise ProblemError(422, f"the record has {values} values; at most {MOST_VALUES} are allowed")
+    if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MAX_VALUES:  # counted before parsing
+        raise ProblemError(422, f"the record has {values} values; at most {MAX_VALUES} are allowed")
     try:
         record = plain.loads(body, unknown_numbers=True)  # a loss may be NaN
     except (plain.PlainError, UnicodeDecodeError) as error:
@@ -276,8 +276,8 @@ def read_record(body: bytes) -> RunRecord:
         stored = record_of(record)
     except plain.MisfitError as error:
         raise ProblemError(422, f"the body is not a run record: {error}") from None
-    if len(dumps(stored)) > MOST_RECORD_BYTES:  # as stored, which may be larger than received
-        raise ProblemError(422, f"the stored record would have more than {MOST_RECORD_BYTES} bytes")
+    if len(dumps(stored)) > MAX_RECORD_BYTES:  # as stored, which may be larger than received
+        raise ProblemError(422, f"the stored record would have more than {MAX_RECORD_BYTES} bytes")
     return stored
 
 
@@ -311,7 +311,7 @@ def create(
         await run_in_threadpool(state.stop)
 
     app = FastAPI(
-        title="Topoflight", version=base.version(), lifespan=lifespan, max_body_size=MOST_BODY_BYTES,
+        title="Topoflight", version=base.version(), lifespan=lifespan, max_body_size=MAX_BODY_BYTES,
         generate_unique_id_function=lambda route: route.name,  # operation id: the name of the handler
         docs_url=None, redoc_url=None,  # both load scripts from other hosts
         description="Topology-aware preflight for GPU training: devices, findings and recommendations for this node.",
@@ -339,7 +339,7 @@ def _add_health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapp
     @app.get("/readyz", tags=["health"], response_class=PlainTextResponse,
              responses=problem_responses(common=(400, 422, 503)))  # fmt: skip
     async def readyz(
-        wait: Annotated[float, Query(ge=0, le=MOST_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
+        wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
     ) -> str:
         """The first scan is done and the last one is recent."""
         until = time.monotonic() + wait
@@ -436,7 +436,7 @@ def _add_facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
 def _runs(app: FastAPI, state: State) -> None:
     posted = {"required": True, "content": {"application/json": {"schema": PostedRecord.model_json_schema()}}}
 
-    @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MOST_RECORD_BYTES,
+    @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MAX_RECORD_BYTES,
               openapi_extra={"requestBody": posted}, dependencies=TOKEN, response_model=StoredRun,
               responses={200: {"model": StoredRun, "description": "Stored before."},
                          **problem_responses(409, 413, 507)})  # fmt: skip

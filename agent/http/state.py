@@ -22,7 +22,7 @@ from agent.checks.view import View, build_view
 from agent.cluster.client import ApiError, Client, Tally, choose_backoff, get_reason, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
 from agent.http.worker import ProblemError
-from collectives.bench.results import MOST_RESULT_BYTES
+from collectives.bench.results import MAX_RESULT_BYTES
 from collectives.search.plan import SearchResult
 from contracts import bounded, plain
 from contracts.run_record import RunRecord
@@ -132,7 +132,7 @@ class State:
         if self.folder is None or not (path := self.folder / result_store.SEARCH_FILE).exists():
             return None
         try:
-            return plain.read(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES)), SearchResult)
+            return plain.read(plain.loads(bounded.read_text(path, MAX_RESULT_BYTES)), SearchResult)
         except (OSError, ValueError) as error:
             result_store.log_unusable_file(path, error)
             return None

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 256  # different questions; equal questions share one answer
+MAX_WAITING = 256  # different questions; equal questions share one answer
 LONGEST_SECONDS = 60.0  # for one question, including the start and imports of Python: a faulty node is slow
 LEFT_SECONDS = 1.0  # time that a question without a waiting client may still take before its process is killed
 IDLE_SECONDS = 600.0
@@ -157,7 +157,7 @@ class Worker:
     """Sends expensive questions from one event loop to one thread, which starts the process and asks them in order."""
 
     def __init__(
-        self, *, command: Sequence[str] = COMMAND, most_waiting: int = MOST_WAITING,
+        self, *, command: Sequence[str] = COMMAND, most_waiting: int = MAX_WAITING,
         longest_seconds: float = LONGEST_SECONDS, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
         self._command, self._most, self._longest, self._idle = command, most_waiting, longest_seconds, idle_seconds

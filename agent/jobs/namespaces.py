@@ -30,7 +30,7 @@ from collectives.bench import processes
 
 HOSTS = 2
 BURST_SECONDS = 0.01  # times the rate: tc-tbf(8) requires at least rate / HZ, and HZ is 100 or more
-LEAST_BURST_BYTES = 65536  # one segment in the size that veth delivers
+MIN_BURST_BYTES = 65536  # one segment in the size that veth delivers
 _NEW_UTS, _NEW_NET = 0x04000000, 0x40000000  # linux/sched.h: CLONE_NEWUTS, CLONE_NEWNET
 _GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
 MODULES = ("collectives.bench.rank", "finetune.train")  # of the ranks; they import torch
@@ -115,7 +115,7 @@ def _join(hosts: NamespaceHosts, network: str, rate: float) -> None:
     from pyroute2.iproute.linux import NetNS
     from pyroute2.netlink.exceptions import NetlinkError
 
-    burst = max(LEAST_BURST_BYTES, int(rate * BURST_SECONDS))
+    burst = max(MIN_BURST_BYTES, int(rate * BURST_SECONDS))
     try:
         for host, pid in enumerate(hosts.pids):
             with NetNS(f"/proc/{pid}/ns/net", flags=0) as inside:

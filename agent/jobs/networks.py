@@ -63,7 +63,7 @@ from topology.graph import NodeTopology
 BENCH_BYTES = 1 << 20  # similar to what FSDP gathers per layer; larger sizes only take longer on a slow network
 BENCH_SECONDS = 2.0
 POLL_SECONDS = 2.0
-MOST_NETWORKS = 8
+MAX_NETWORKS = 8
 _RATE = r"[1-9][0-9]{0,5}(?:\.[0-9]{1,3})?[GM]"
 _WORD = re.compile(rf"([a-z][a-z0-9]{{0,14}})(?:=((?:[a-z0-9.-]{{1,63}}/)?[a-z0-9.-]{{1,63}}))?(?:,({_RATE}))?")
 _TABLE = read_table(__file__, "networks.toml")
@@ -98,8 +98,8 @@ def parse(arguments: Sequence[str], *, here: bool) -> tuple[Network, ...]:
         if not match or match[1] == "lo" or (here and (match[2] or not match[3])):
             raise InputError(f"--over {word!r}: must be {_TABLE['here' if here else 'pods']}")
         networks.append(Network(name=match[1], attachment=match[2], rate=match[3]))
-    if not networks or len({network.name for network in networks}) < len(networks) or len(networks) > MOST_NETWORKS:
-        raise InputError(f"--over: name 1 to {MOST_NETWORKS} networks, each once")
+    if not networks or len({network.name for network in networks}) < len(networks) or len(networks) > MAX_NETWORKS:
+        raise InputError(f"--over: name 1 to {MAX_NETWORKS} networks, each once")
     return tuple(networks)
 
 

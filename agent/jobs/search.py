@@ -28,7 +28,7 @@ from contracts.host_list import compress_host_list, list_names, name_in_slurm
 from contracts.tables import read_table
 from probes.api import Snapshot
 
-MOST_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: about 20 KB per node
+MAX_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: about 20 KB per node
 _TABLE = read_table(__file__, "search.toml")
 # Color of a transfer by how much its time exceeds the median, worst first, and the text of the legend.
 COLOURS = (
@@ -93,7 +93,7 @@ def _find_domains(options: Mapping[str, Any], name: str, snapshots: Sequence[Sna
 
 def find_domain(path: Path, name: str) -> tuple[str, str]:
     """Return the nearest domain label of a node and its value, from the output of `kubectl get nodes -o json`."""
-    topology = plain.loads(bounded.read_text(path, MOST_TOPOLOGY_BYTES))
+    topology = plain.loads(bounded.read_text(path, MAX_TOPOLOGY_BYTES))
     for item in topology.get("items", ()) if isinstance(topology, dict) else ():
         metadata = item.get("metadata", {})
         if metadata.get("name") == name:

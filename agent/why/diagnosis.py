@@ -28,8 +28,8 @@ from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
 from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, make_cause
 
-_MOST_LOG_LINES = 20_000_000
-_MOST_END, _MOST_END_LINES = 1 << 16, 2000
+_MAX_LOG_LINES = 20_000_000
+_MAX_END, _MAX_END_LINES = 1 << 16, 2000
 _OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
 # torchrun ends the other ranks of its node, and its table of newer releases (2.13) lists them, too.
 _SENT = re.compile(r"Sending process (\d{1,9}) closing signal")
@@ -156,13 +156,13 @@ class _Logs:
         self.ends: dict[str, str] = {}  # by file: its last lines, where torchrun and batch scripts write how it ended
         self.stacks: dict[int | str, tuple[str, ...]] = {}  # by rank; if it is unknown, by process or file
         lines = chain.from_iterable(map(self._read, map(str, evidence.list_files(logs))))
-        self.report = watchdog.read(islice(lines, _MOST_LOG_LINES))
+        self.report = watchdog.read(islice(lines, _MAX_LOG_LINES))
         deque(lines, maxlen=0)  # the rest, for its end
 
     def _read(self, log: str) -> Iterator[str]:
         """Return the lines of a file, and store its stacks and its end."""
         name = Path(log).name
-        named, end = _OF_RANK.search(name), deque[str](maxlen=_MOST_END_LINES)
+        named, end = _OF_RANK.search(name), deque[str](maxlen=_MAX_END_LINES)
         stacks = watchdog.StackReader(int(named[1]) if named else None)
         for line in _read_lines(log):
             stacks.line(line)
@@ -172,7 +172,7 @@ class _Logs:
         for (rank, pid), frames in stacks.found.items():
             unranked = f"process {pid}" if pid else f"the process of {name}"
             self.stacks[self.by_pid.get(pid, unranked) if rank is None else rank] = frames
-        self.ends[log] = "\n".join(end)[-_MOST_END:]
+        self.ends[log] = "\n".join(end)[-_MAX_END:]
 
 
 def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
@@ -208,7 +208,7 @@ def _read_ras(source: str) -> ras.RasReport:
     try:
         if not os.path.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
             return ras.read(ras.ask(host, int(port)))
-        return ras.read(bounded.read(source, ras.MOST_BYTES))
+        return ras.read(bounded.read(source, ras.MAX_BYTES))
     except (OSError, bounded.TooLargeError, ras.RasError) as error:
         raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
 

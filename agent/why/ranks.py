@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from collectives.traces import rank_files
-from collectives.traces.rank_files import ASK, FIRST, MOST_STATE_BYTES, NAME, NODE, RANKS_FOLDER, RankState, read_state
+from collectives.traces.rank_files import ASK, FIRST, MAX_STATE_BYTES, NAME, NODE, RANKS_FOLDER, RankState, read_state
 from contracts import bounded, plain, run_record
 from contracts.redaction import without_secrets
 from planner import why
@@ -23,11 +23,11 @@ from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS, STALE_SECONDS
 
 WATCH_SECONDS = 5.0  # between two reads by --watch
 ASK_SECONDS = 30.0  # between two dumps requested by --watch
-MOST_ASK_SECONDS = 480.0  # doubled after each read without a fault: a dump costs the job about 0.1 s
-SUSPICION_SECONDS, MOST_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
+MAX_ASK_SECONDS = 480.0  # doubled after each read without a fault: a dump costs the job about 0.1 s
+SUSPICION_SECONDS, MAX_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
 SETTLED_SECONDS = 4.0  # time in which ranks notice the loss of another rank and write it
 WRITES_SECONDS = 12.0  # a working rank writes within this time: its monitor writes every ten seconds
-MOST_NAMED = 16  # ranks or nodes of one cause in the metrics
+MAX_NAMED = 16  # ranks or nodes of one cause in the metrics
 COPIED_SECONDS = 300.0  # larger than any clock error of a cluster that can still train
 
 # variables that are the same for all ranks of one start
@@ -169,7 +169,7 @@ def _end_by_torchrun(path: Path) -> tuple[int | None, str]:
     A rank that was aborted or terminated because of another rank does not count.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-        end = plain.loads(bounded.read_text(path, MOST_STATE_BYTES))
+        end = plain.loads(bounded.read_text(path, MAX_STATE_BYTES))
         if "signal" in end:
             name = signal.Signals(int(end["signal"])).name
             return None, f"{name} at {time.strftime('%H:%M:%S', time.gmtime(end['at']))} UTC"
@@ -208,7 +208,7 @@ def watch(
     A failure ends it unless torchrun starts the ranks again within `limit` seconds.
 
     While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
-    MOST_SUSPICION_SECONDS; otherwise ever more rarely.
+    MAX_SUSPICION_SECONDS; otherwise ever more rarely.
     """
     beats = Heartbeats()
 
@@ -219,7 +219,7 @@ def watch(
 
     last: object = None
     failed_at: float | None = None
-    requested_at = suspected_at = -MOST_SUSPICION_SECONDS
+    requested_at = suspected_at = -MAX_SUSPICION_SECONDS
     pause, warned = 0.0, False
     while True:
         verdict, facts = judge()
@@ -249,14 +249,14 @@ def watch(
         elif time.monotonic() - failed_at > limit:
             return verdict
         is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
-        if is_suspicious and time.monotonic() - suspected_at < MOST_SUSPICION_SECONDS:
+        if is_suspicious and time.monotonic() - suspected_at < MAX_SUSPICION_SECONDS:
             pause = min(pause, SUSPICION_SECONDS)
         if time.monotonic() - requested_at >= pause:
             if not request_dumps(folder) and not warned:
                 warn(f"cannot write into {folder}: the ranks dump their calls only when they stall")
                 warned = True
             requested_at = time.monotonic()
-            pause = min(max(2 * pause, ASK_SECONDS), MOST_ASK_SECONDS)
+            pause = min(max(2 * pause, ASK_SECONDS), MAX_ASK_SECONDS)
         time.sleep(WATCH_SECONDS)
 
 
@@ -268,7 +268,7 @@ def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], N
     gauge = Gauge("topoflight_why", "1 for each cause that the verdict on a run names.",
                   ("run", "state", "code", "rank", "node"), registry=registry)  # fmt: skip
     rows = [(cause.code, str(rank), node) for cause in verdict.causes
-            for rank in cause.ranks[:MOST_NAMED] or ("",) for node in cause.nodes[:MOST_NAMED] or ("",)]  # fmt: skip
+            for rank in cause.ranks[:MAX_NAMED] or ("",) for node in cause.nodes[:MAX_NAMED] or ("",)]  # fmt: skip
     for row in rows or [("", "", "")]:
         gauge.labels(run, verdict.state, *row).set(1.0)
     try:

@@ -21,7 +21,7 @@ from collectives.bench import processes
 
 _REPEAT_SECONDS = 1.5  # per shape: enough for a median of several, with about a minute in total
 _SHAPES = 4  # number of timed shapes: two GEMMs, a layer's forward pass, and the whole layer
-_MOST_REPEATS = 200
+_MAX_REPEATS = 200
 STARTUP_SECONDS = 60.0  # added to the budget, to import torch in each copy: 5 s if idle, 20 to 30 s if busy
 
 
@@ -83,7 +83,7 @@ def _median_seconds(run: Callable[[], object], wait: Callable[[], None], repeat_
     wait()
     seconds: list[float] = []
     end = time.perf_counter() + repeat_seconds
-    while len(seconds) < 3 or (time.perf_counter() < end and len(seconds) < _MOST_REPEATS):
+    while len(seconds) < 3 or (time.perf_counter() < end and len(seconds) < _MAX_REPEATS):
         start = time.perf_counter()
         run()
         wait()

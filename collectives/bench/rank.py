@@ -30,7 +30,7 @@ PREDICTS_UP_TO = 64  # times its own size: the time of a smaller size is mostly 
 ENVIRONMENT_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "RCCL_", "FI_", "OFI_NCCL_")
 BATCH = 5  # iterations between two checks of the interval
 WARMUP_SHARE = 0.2  # fraction of a size's budget; the first iteration sets up connections and takes longest
-LEAST_ITERATIONS = 3  # per measurement: one that connects, one verified on fresh data, one that is timed
+MIN_ITERATIONS = 3  # per measurement: one that connects, one verified on fresh data, one that is timed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
     me.journal.write("case", op=case.op, bytes=case.bytes, where=name)
     _iterate(me, op, side, 1, name)
     first = each = find_slowest(me, time.monotonic() - started)
-    if left_seconds < LEAST_ITERATIONS * first:
+    if left_seconds < MIN_ITERATIONS * first:
         return first
     warm = budget_seconds * WARMUP_SHARE / first if first > 0 else me.plan.warmup
     _iterate(me, op, side, max(0, min(me.plan.warmup - 1, int(warm))), name)
@@ -88,7 +88,7 @@ def run_case(me: Rank, case: Case, budget_seconds: float, left_seconds: float) -
         each = max(row[-1] for row in times.runs)
         spent = find_slowest(me, time.monotonic() - started)
         me.journal.write("progress", op=case.op, bytes=case.bytes, iterations=len(times.runs[0]), seconds=runs[-1:])
-        if _is_measured(me.plan, times, spent + (LEAST_ITERATIONS - 1) * each, budget_seconds):
+        if _is_measured(me.plan, times, spent + (MIN_ITERATIONS - 1) * each, budget_seconds):
             break
     if reports_for_host():
         me.journal.write(
@@ -257,12 +257,12 @@ def _run_plan(me: Rank) -> None:
     skipped: list[Case] = []
     for index, case in enumerate(me.plan.cases):
         left = me.plan.budget_seconds - find_slowest(me, time.monotonic() - started)
-        if left <= 0 or (predict_seconds(case, singles) or 0.0) * LEAST_ITERATIONS > left:
+        if left <= 0 or (predict_seconds(case, singles) or 0.0) * MIN_ITERATIONS > left:
             skipped.append(case)
             continue
         share = left / (len(me.plan.cases) - index)
         singles[case] = run_case(me, case, share, left)
-        if singles[case] * LEAST_ITERATIONS > left:
+        if singles[case] * MIN_ITERATIONS > left:
             skipped.append(case)
     if skipped and reports_for_host():
         me.journal.write("skipped", cases=[[c.op, c.bytes] for c in skipped])

@@ -16,7 +16,7 @@ from collectives.nccl_log.transport import Evidence
 from contracts import bounded, plain
 
 SCHEMA_VERSION = 1
-MOST_RESULT_BYTES = 16 << 20
+MAX_RESULT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class ResultError(ValueError):
 
 def read_result(path: Path) -> BenchResult:
     """Read a stored result of collectives. Raises OSError or ValueError with the reason."""
-    return read_as(plain.loads(bounded.read_text(path, MOST_RESULT_BYTES), unknown_numbers=True), BenchResult)
+    return read_as(plain.loads(bounded.read_text(path, MAX_RESULT_BYTES), unknown_numbers=True), BenchResult)
 
 
 def read_as(data: object, kind: type[T]) -> T:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from contracts.tables import read_patterns
 
-MOST_HEAD_BYTES: Final = 72  # between "Channel" and "via"
+MAX_HEAD_BYTES: Final = 72  # between "Channel" and "via"
 TAG: Final = b"/GDRDMA"
 _TEXTS = read_patterns(__file__, "facts.toml", "channels", str.encode)
 
@@ -46,7 +46,7 @@ def parse_channels(line: bytes, *, cut: bool = False) -> Iterator[Channel]:
     while start >= 0:
         match = _TEXTS["tail"].match(line, start)
         if match is not None:
-            head = line[max(0, start - MOST_HEAD_BYTES) : start]
+            head = line[max(0, start - MAX_HEAD_BYTES) : start]
             direction = direction_of(head)
             if direction is not None or _TEXTS["peer"].search(head) or not head.strip(b"> \t*-`"):
                 yield _make_channel(match, direction, cut=cut and match.end() == len(line))

@@ -104,7 +104,7 @@ def _nvlink_joins_nodes(ledger: Ledger) -> bool:
 def _cliques_end_at_hosts(ledger: Ledger) -> bool:
     """Return whether each NVLink clique, which NCCL counts as a node, is one host; False if hosts may be missing."""
     facts = ledger.facts
-    small = 0 < facts.mnnvl_clique <= facts.local_ranks <= evidence_problems.MOST_GPUS_OF_A_NODE
+    small = 0 < facts.mnnvl_clique <= facts.local_ranks <= evidence_problems.MAX_GPUS_OF_A_NODE
     return small and 1 < facts.nodes == ledger.host_count()
 
 

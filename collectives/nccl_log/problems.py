@@ -23,7 +23,7 @@ _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
 # The most GPUs that one operating system was seen to have under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
-MOST_GPUS_OF_A_NODE = 16
+MAX_GPUS_OF_A_NODE = 16
 
 
 def is_single_node(ledger: Ledger) -> bool | None:
@@ -45,7 +45,7 @@ def _has_unseen_ranks(ledger: Ledger) -> bool:
     facts = ledger.facts
     pairs = facts.rank_devices()
     highest = max((rank for rank, _ in pairs), default=-1)
-    if max(facts.ranks, highest + 1) > MOST_GPUS_OF_A_NODE:
+    if max(facts.ranks, highest + 1) > MAX_GPUS_OF_A_NODE:
         return True
     # Bus numbers have at least four digits; device numbers of NVML have one or two.
     devices = [int(device) for _, device in pairs if len(device) < 3 and device.isdigit()]
@@ -62,7 +62,7 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     present = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
     if not present or is_single_node(ledger) is not None:
         return ()
-    end = min(facts.ranks, max(present) + 1 + MOST_GPUS_OF_A_NODE)
+    end = min(facts.ranks, max(present) + 1 + MAX_GPUS_OF_A_NODE)
     return (*range(min(present)), *range(max(present) + 1, end))
 
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, BinaryIO, Final
 
-from collectives.nccl_log.channels import MOST_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
+from collectives.nccl_log.channels import MAX_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
 from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, find_codes
 from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
 from collectives.nccl_log.messages import END, STEP, Firsts, Lasts, Place
@@ -40,7 +40,7 @@ _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
 
 MAX_MESSAGE_BYTES: Final = 2_048  # a list of 32 devices takes 1 KiB; the time of the patterns must be limited
-MOST_PREFIX_BYTES: Final = 300  # of the names of a host and a process, with what a launcher puts before them
+MAX_PREFIX_BYTES: Final = 300  # of the names of a host and a process, with what a launcher puts before them
 MAX_SEEN: Final = 8_192  # stored texts: ranks repeat each other
 MAX_DULL_BYTES: Final = 400
 TRACEBACK_LINES: Final = 1_000  # other ranks write between a traceback and its exception
@@ -56,7 +56,7 @@ _INFO = b"NCCL INFO "
 _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
 # These messages are clear only with the name of their source file, which precedes the header.
 _WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
-_MOST_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
+_MAX_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
 _BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process that the line above names
 
 
@@ -223,7 +223,7 @@ class Reader:
             return True
         head, via, end = message.rpartition(b"via ")
         # A longer head contains the message of another writer.
-        if not via or len(head) > MOST_HEAD_BYTES or not head.startswith(b"Channel "):
+        if not via or len(head) > MAX_HEAD_BYTES or not head.startswith(b"Channel "):
             return False
         writer, channel = self._writers.get(prefix), self._ends.get((direction_of(head), end))
         if writer is None or channel is None:
@@ -257,7 +257,7 @@ class Reader:
             self._take_messages(line)
         elif not channels:
             self._take_headless(line)
-        if match := _TEXTS["above"].search(line[-_MOST_NAME_BYTES:]):
+        if match := _TEXTS["above"].search(line[-_MAX_NAME_BYTES:]):
             self._above = self.ledger.lines, above + match[0] + b" ", _label_of(line)
         self.cause_lines = CAUSE_LINES if line.rstrip().endswith(_CAUSE) else max(0, self.cause_lines - 1)
         if TAG in line:
@@ -284,7 +284,7 @@ class Reader:
             if task := _TEXTS["task"].match(prefix):
                 self._tasks.add(task[1], writer.host if self._tasks.get(task[1], writer.host) == writer.host else "")
             self.ledger.facts.rccl |= b"/hipify/" in prefix
-            if len(prefix) < MOST_PREFIX_BYTES:
+            if len(prefix) < MAX_PREFIX_BYTES:
                 self._writers.add(prefix, writer)
         self.ledger.writer = writer
         if b" Channel " in line:
@@ -320,7 +320,7 @@ class Reader:
         for channel in channels:
             self.ledger.channels.add((host, channel))
             self.ledger.prove_channel(channel, text)
-            self.ledger.facts.channel_places.add(text[max(0, via - MOST_HEAD_BYTES) : via], host)
+            self.ledger.facts.channel_places.add(text[max(0, via - MAX_HEAD_BYTES) : via], host)
             self._tags_read += channel.gdrdma is True
         if len(channels) == 1 and text.count(TAG) == self._tags_read:
             self._remember_end(text, channels[0])
@@ -339,7 +339,7 @@ class Reader:
         marks = list(_TEXTS["header"].finditer(line))
         before = line[: marks[0].start()] if marks else b""
         # Another message precedes the first header: NCCL's version, or one of a page that has joined lines.
-        if b"CCL version" in before or len(before) > MOST_PREFIX_BYTES:
+        if b"CCL version" in before or len(before) > MAX_PREFIX_BYTES:
             self._take_message(before, warn=False, line=line, foreign=b"NCCL" not in before)
         for index, mark in enumerate(marks):
             host = self.ledger.writer.host if index == 0 else _parse_writer(line[: mark.start()]).host
@@ -413,7 +413,7 @@ class Reader:
 
 def _parse_writer(prefix: bytes) -> Writer:
     """Return the process that a prefix of NCCL names: "2026-01-02T03:04:05Z host:pid:tid [0] "."""
-    match = _TEXTS["process"].search(prefix[-MOST_PREFIX_BYTES:])
+    match = _TEXTS["process"].search(prefix[-MAX_PREFIX_BYTES:])
     if match is None:
         return Writer()
     host = host_name(match[1])

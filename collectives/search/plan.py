@@ -25,11 +25,11 @@ Link = tuple[int, int]  # from, to
 
 KINDS = ("alone", "near", "far")
 GROUP = 32  # most nodes of a test: a stuck node costs the other nodes of its group a round
-MOST_ROUNDS = 16
+MAX_ROUNDS = 16
 # The smallest excess of time that counts, however small the noise. GPUs of one model differ by 8 % on average under a
 # power limit (Sinha et al., "Not All GPUs Are Created Equal", SC 2022). For transfers no such figure is known.
 LEAST: Mapping[str, float] = {"alone": 0.15, "near": 0.02, "far": 0.02}
-LEAST_LINK = 0.10
+MIN_LINK = 0.10
 STUCK = 1e9  # excess that represents a transfer in which no byte moves
 SIGMAS, SIGMAS_AGAIN = 5.0, 3.0  # 5: of 65,000 comparisons (16,384 nodes), 0.02 exceed it by chance
 FEW = 20.0  # additional sigmas, divided by the number of nodes, because few nodes give a poor estimate of the noise
@@ -38,7 +38,7 @@ QUARTILE = 1.36  # sigma of the lower quartile of n normal values, times sqrt(n)
 MAD = 1.4826  # sigma of a normal distribution over its MAD
 PARTNERS = 3  # of a confirmation
 PLAIN = 1.0  # an excess this large is visible without repeats
-REPEATS, LEAST_REPEATS = 24, 4  # transfers of each node in a confirmation, and of each link
+REPEATS, MIN_REPEATS = 24, 4  # transfers of each node in a confirmation, and of each link
 HALVED = 5  # a larger group that did not end is halved; the nodes of a smaller one are tested separately
 TRIES = 5  # rounds of one kind of measure, after which a node without a clear result is undecided
 DRAWN = 64  # most nodes of the picture; names of more rows and columns would not be readable
@@ -167,7 +167,7 @@ class Search:
 
     def plan_round(self) -> tuple[Test, ...]:
         """Return the tests to run at the same time; empty if the search has ended."""
-        while self.round < MOST_ROUNDS:
+        while self.round < MAX_ROUNDS:
             self.phase = min(self.phase + 1, 4)
             planned = [*self._queue, *self._plan_phase()]
             self._queue = []
@@ -239,7 +239,7 @@ class Search:
             group = tuple(dict.fromkeys((*nodes, *added)))
             if busy.isdisjoint(group) and len(group) > 1:
                 busy.update(group)
-                repeats = max(LEAST_REPEATS, REPEATS // (len(group) - 1))
+                repeats = max(MIN_REPEATS, REPEATS // (len(group) - 1))
                 tests.append(Test(kind=kind, nodes=group, repeats=1 if self._is_plain(group, open_links) else repeats))
 
         for node in self._find_open_nodes(("near", "far")):
@@ -303,7 +303,7 @@ class Search:
         slow = [v.node for v in self.verdicts() if v.reason == "slow" and v.node not in self._slow_rails]
         spare = [node for node in range(self.nodes) if self._is_clean(node)]
         pairs = zip(slow, spare, strict=False) if self._rails > 1 else ()
-        return [Test(kind=self._classify_pair(*pair), nodes=pair, repeats=LEAST_REPEATS, rails=True) for pair in pairs]
+        return [Test(kind=self._classify_pair(*pair), nodes=pair, repeats=MIN_REPEATS, rails=True) for pair in pairs]
 
     def _classify_pair(self, first: int, other: int) -> str:
         return "near" if self.domains[first] == self.domains[other] else "far"
@@ -399,7 +399,7 @@ class Search:
             self.excess[link] = median(values) - 1
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
             excess, error = median(values) / ends - 1, sigma / middle / math.sqrt(len(values))
-            if link in self._links or excess > max(LEAST_LINK, (SIGMAS + self._extra) * error):
+            if link in self._links or excess > max(MIN_LINK, (SIGMAS + self._extra) * error):
                 self._links[link].append(self._measure(kind, "transfer", excess, error))
 
     def _learn_stuck(self, test: Test, outcome: Outcome) -> None:
@@ -461,7 +461,7 @@ class Search:
         middles = {rail: median(values) for rail, values in times.items()}
         fast = median(sorted(middles.values())[: (len(middles) + 1) // 2] or [0.0])
         loss = next(v.loss for v in self.verdicts() if v.node == test.nodes[0])
-        slow = [rail for rail, seconds in middles.items() if seconds > fast * (1 + max(LEAST_LINK, loss / 2))]
+        slow = [rail for rail, seconds in middles.items() if seconds > fast * (1 + max(MIN_LINK, loss / 2))]
         self._slow_rails[test.nodes[0]] = tuple(sorted(slow)) if len(slow) < len(middles) else ()
 
     # Judgement
@@ -521,7 +521,7 @@ class Search:
         simulated searches accuse links without a fault.
         """
         measures = self._links[link]
-        slow = [measure for measure in measures if measure.is_slow(SIGMAS, LEAST_LINK)]
+        slow = [measure for measure in measures if measure.is_slow(SIGMAS, MIN_LINK)]
         if len(slow) < len(measures):
             return "clean"
         if len(slow) < 3 and sum(measure.what == "stuck" for measure in slow) < 2:

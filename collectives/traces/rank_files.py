@@ -28,8 +28,8 @@ NODE = "state_node_{rank}.json"  # of torchrun on a node, until its ranks start
 FIRST = "first.json"  # of torchrun on the one node of a job: the rank that failed first, or the signal that it received
 TRACE = "trace_rank_{rank}.json"  # the flight recorder's dump
 ASK = "dump"  # touching this file requests a dump
-MOST_STATE_BYTES = 1 << 20
-MOST_MARKS = 64  # 4 KB; if there are more, every second one is dropped
+MAX_STATE_BYTES = 1 << 20
+MAX_MARKS = 64  # 4 KB; if there are more, every second one is dropped
 
 
 class RankFileError(ValueError):
@@ -73,7 +73,7 @@ class RankState:
     samples: dict[str, int] = field(default_factory=dict)  # number of samples since the start, by phase
     moving: dict[str, int] = field(default_factory=dict)  # of these, with a new collective since the previous one
     calls: int = 0  # collectives called so far, all groups
-    marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MOST_MARKS at most
+    marks: tuple[Mark, ...] = ()  # over the whole run, oldest first, MAX_MARKS at most
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     addresses: tuple[str, ...] = ()  # of this host's interfaces
     ends: tuple[str, ...] = ()  # local ends of this process's connections: "10.0.0.1:4711"
@@ -87,20 +87,20 @@ class RankState:
 def read_state(path: Path) -> RankState:
     """Read the state in a file. Raises RankFileError."""
     try:
-        state = plain.read(plain.loads(bounded.read_text(path, MOST_STATE_BYTES), unknown_numbers=True), RankState)
+        state = plain.read(plain.loads(bounded.read_text(path, MAX_STATE_BYTES), unknown_numbers=True), RankState)
     except (OSError, ValueError) as error:
         raise RankFileError(f"{path}: {error}") from None
     if state.rank < 0:
         raise RankFileError(f"{path}: must hold `rank`")
-    return replace(state, marks=state.marks[-MOST_MARKS:])
+    return replace(state, marks=state.marks[-MAX_MARKS:])
 
 
 # The flight recorder -------------------------------------------------------------------------------------------------
 
-MOST_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
-MOST_CALLS = 20_000  # kept of one rank, the newest
-MOST_RANKS = 4096  # of a group that are named
-MOST_FILES = 8192
+MAX_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
+MAX_CALLS = 20_000  # kept of one rank, the newest
+MAX_RANKS = 4096  # of a group that are named
+MAX_FILES = 8192
 _FRAMES = 8
 UNNAMED = "a collective"  # a call whose kind is not known
 R = TypeVar("R", "RankTrace", RankState)
@@ -178,7 +178,7 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
     version = str(dump["version"]) if isinstance(dump["version"], str | float) else ""
     if not version.startswith("2."):
         raise RankFileError(f"{origin}: a dump of version {version[:20] or '?'}: 2 is read")
-    entries = [entry for entry in dump.get("entries", [])[-MOST_CALLS:] if isinstance(entry, dict)]
+    entries = [entry for entry in dump.get("entries", [])[-MAX_CALLS:] if isinstance(entry, dict)]
     config = dump.get("pg_config")
     members = {
         str(name): ranks for name, row in (config.items() if isinstance(config, dict) else ())
@@ -222,7 +222,7 @@ def _is_pair(value: Any) -> bool:
 def _read_ranks(value: Any) -> tuple[int, ...]:
     """Return the ranks of a list, or of its text "[0, 1]"."""
     text = str(value)[:1_000_000] if isinstance(value, str | list | tuple) else ""
-    return tuple(sorted({int(number) for number in re.findall(r"(?<![-\w])\d{1,6}\b", text)}))[:MOST_RANKS]
+    return tuple(sorted({int(number) for number in re.findall(r"(?<![-\w])\d{1,6}\b", text)}))[:MAX_RANKS]
 
 
 def _read_call(entry: Mapping[str, Any]) -> Call | None:
@@ -277,7 +277,7 @@ def read_file(path: Path) -> RankTrace:
     """Read the dump in a file whose name ends with the number of the rank. Raises RankFileError and OSError."""
     rank = int(_RANK.findall(path.name)[0])
     try:
-        trace = read(bounded.read(path, MOST_BYTES), rank=rank, source=str(path))
+        trace = read(bounded.read(path, MAX_BYTES), rank=rank, source=str(path))
     except bounded.TooLargeError as error:
         raise RankFileError(f"{path}: {error}") from None
     # the time of a file that the running job updates; the time of a copied file has no meaning
@@ -289,7 +289,7 @@ def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[d
     """Read the files of ranks. Return what they contain by rank, and an error for each file that cannot be read."""
     ranks: dict[int, R] = {}
     wrong = []
-    for path in [file for file in sorted(paths) if _RANK.search(file.name)][:MOST_FILES]:
+    for path in [file for file in sorted(paths) if _RANK.search(file.name)][:MAX_FILES]:
         try:
             rank_file = read_rank(path)
         except OSError as error:
@@ -307,9 +307,9 @@ def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[d
 # (torch/csrc/jit/serialization/pickler.cpp). Every opcode is checked before Python's own reader gets the bytes, because
 # a few bytes of a pickle can cost much time and memory.
 
-MOST_OPCODES = 2_000_000  # 2,000 calls with stacks take some 200,000; the largest, an empty dict, takes 72 bytes
-MOST_TUPLES = MOST_CALLS  # hashing deeply nested tuples overflows the stack of the process
-MOST_SECONDS = 20.0  # of CPU; what is allowed above takes some 4
+MAX_OPCODES = 2_000_000  # 2,000 calls with stacks take some 200,000; the largest, an empty dict, takes 72 bytes
+MAX_TUPLES = MAX_CALLS  # hashing deeply nested tuples overflows the stack of the process
+MAX_SECONDS = 20.0  # of CPU; what is allowed above takes some 4
 _LOOK = 4096  # opcodes between two readings of the clock
 _PLAIN = (  # noqa: SIM905 - a list of 40 quoted words takes three times the lines
     "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE"
@@ -326,17 +326,17 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _check(raw: bytes) -> None:
     """Raise RankFileError if the bytes contain more than plain values, or too many of them."""
-    until, tuples = time.thread_time() + MOST_SECONDS, 0
+    until, tuples = time.thread_time() + MAX_SECONDS, 0
     for number, (opcode, value, _) in enumerate(pickletools.genops(raw)):
         tuples += "TUPLE" in opcode.name
         if opcode.name not in _PLAIN:
             raise RankFileError(f"an opcode {opcode.name} that plain values do not take")
-        if number >= MOST_OPCODES or tuples > MOST_TUPLES:
-            raise RankFileError(f"more than {MOST_OPCODES} values, or {MOST_TUPLES} tuples")
+        if number >= MAX_OPCODES or tuples > MAX_TUPLES:
+            raise RankFileError(f"more than {MAX_OPCODES} values, or {MAX_TUPLES} tuples")
         if isinstance(value, int) and (value.bit_length() > 64 or ("BINPUT" in opcode.name and value > number)):
             raise RankFileError("a whole number of more than 64 bits, or a place for a value beyond all values")
         if number % _LOOK == 0 and time.thread_time() > until:
-            raise RankFileError(f"reading it takes more than {MOST_SECONDS:.0f} s of CPU")
+            raise RankFileError(f"reading it takes more than {MAX_SECONDS:.0f} s of CPU")
 
 
 def unpickle(raw: bytes) -> Any:

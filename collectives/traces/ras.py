@@ -20,8 +20,8 @@ from contracts import plain
 from contracts.tables import read_patterns
 
 _TEXTS = read_patterns(__file__, "texts.toml", "ras", str)
-MOST_BYTES = 256 << 20  # JSON takes some 600 bytes a rank and communicator
-MOST_RANKS = 1 << 20
+MAX_BYTES = 256 << 20  # JSON takes some 600 bytes a rank and communicator
+MAX_RANKS = 1 << 20
 ANSWER_SECONDS = 10.0  # for which the socket may be silent
 
 
@@ -106,7 +106,7 @@ def _read_json(text: str) -> RasReport:
 
 def _read_rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     rows = row.get(name)
-    return [item for item in rows[:MOST_RANKS] if isinstance(item, dict)] if isinstance(rows, list) else []
+    return [item for item in rows[:MAX_RANKS] if isinstance(item, dict)] if isinstance(rows, list) else []
 
 
 def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
@@ -225,7 +225,7 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
             continue
         lowest, most = min(levels), max(levels)
         ranks = {rank for rank, n in counts.items() if n == lowest}
-        if len(ranks) < levels[lowest] and comm.size <= MOST_RANKS:  # the text lists the others: these are the rest
+        if len(ranks) < levels[lowest] and comm.size <= MAX_RANKS:  # the text lists the others: these are the rest
             others = set(range(comm.size)) - {rank for rank, n in counts.items() if n != lowest} - set(gone)
             ranks = others if len(others) == levels[lowest] else ranks
         laggards |= dict.fromkeys(ranks, f"has launched {lowest} {kind} where others have {most}")
@@ -244,6 +244,6 @@ def ask(host: str, port: int) -> bytes:
         answer.clear()
         with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
             connection.sendall(command)
-            while len(answer) < MOST_BYTES and (block := connection.recv(1 << 16)):
+            while len(answer) < MAX_BYTES and (block := connection.recv(1 << 16)):
                 answer += block
     return bytes(answer)

@@ -24,7 +24,7 @@ _NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
 _NAMES = "Parameters which"  # of DDP's parameters; the line after it has their indices
 _MEETING = ("clients", "unresolved", "ipv6", "taken", "unreached")  # of ranks that do not meet
 MOST = 1 << 16  # ranks, or calls, that are stored
-MOST_ATTEMPTS = 4
+MAX_ATTEMPTS = 4
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class _Reader:
     def end_of_run(self, line: str) -> None:
         """Read a line about the end: a signal to torchrun, a call that gloo refused, the stack of a late call."""
         if self.stack is not None and (frame := _TEXTS["frame"].search(line)):
-            if "-packages/torch/" not in frame[2] and len(self.stack) < MOST_FRAMES:
+            if "-packages/torch/" not in frame[2] and len(self.stack) < MAX_FRAMES:
                 self.stack.append(f"{frame[3]} {frame[1]}")
         else:
             failed = _TEXTS["failed"].search(line) if self.timed_out else None
@@ -155,7 +155,7 @@ class _Reader:
         for name in _MEETING:
             if match := _TEXTS[name].search(line):
                 values = tuple(filter(None, match.groups())) or rows.get(name, ())
-                if rows.get(name) != values and len(self.report.attempts) < MOST_ATTEMPTS:
+                if rows.get(name) != values and len(self.report.attempts) < MAX_ATTEMPTS:
                     self.report.attempts.append(line.strip()[:300])
                 rows[name] = values
                 break
@@ -258,8 +258,8 @@ def _name_call(op: str, sizes: tuple[int, ...]) -> str:
 # because it is the one that trains, and while it waits for the backward pass also a thread that is in a collective.
 
 _STACKS = read_patterns(__file__, "texts.toml", "stacks", str)
-MOST_FRAMES = 64
-MOST_STACKS = 1 << 16
+MAX_FRAMES = 64
+MAX_STACKS = 1 << 16
 
 
 class StackReader:
@@ -294,7 +294,7 @@ class StackReader:
             self._add(*frame.groups())
 
     def _add(self, file: str, line: str, function: str) -> None:
-        if len(self.frames) < MOST_FRAMES:
+        if len(self.frames) < MAX_FRAMES:
             self.frames.append(f"{file.rpartition('/')[2]}:{line} {function}")
 
     def _end_thread(self) -> None:
@@ -309,7 +309,7 @@ class StackReader:
     def end_process(self) -> None:
         """Store the stack of the process that was read."""
         self._end_thread()
-        if self.best[1] and len(self.found) < MOST_STACKS:
+        if self.best[1] and len(self.found) < MAX_STACKS:
             is_backward = _STACKS["backward"].match(self.best[1][0])
             self.found[self.rank, self.pid] = (*(self.in_call if is_backward else ()), *self.best[1])
         self.best, self.in_call, self.pid = (False, ()), (), None

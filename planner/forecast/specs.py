@@ -207,7 +207,7 @@ def trained_weights(model: ModelSpec, train: TrainSpec) -> int:
 
 Histogram = tuple[tuple[int, int], ...]
 
-_MOST_BINS = 100_000
+_MAX_BINS = 100_000
 
 
 class PlanError(ValueError):
@@ -216,8 +216,8 @@ class PlanError(ValueError):
 
 def check_histogram(histogram: Histogram) -> Histogram:
     """Return the histogram if every length and count is a positive integer, else raise PlanError."""
-    if len(histogram) > _MOST_BINS:
-        raise PlanError(f"length_histogram has {len(histogram)} bins, {_MOST_BINS} at most are read")
+    if len(histogram) > _MAX_BINS:
+        raise PlanError(f"length_histogram has {len(histogram)} bins, {_MAX_BINS} at most are read")
     for row in histogram:
         if len(row) != 2 or any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in row):
             raise PlanError(f"length_histogram: {row!r}: must be (tokens, samples), both at least 1")

@@ -26,7 +26,7 @@ from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 
 RESOURCE = "rdma_shared_device_eth"  # name of the RoCE devices that the device plugin shares, after "rdma/"
-_MOST_RAILS = 254  # the networks from 192.168.2.0/24 to the end of this private block (RFC 1918)
+_MAX_RAILS = 254  # the networks from 192.168.2.0/24 to the end of this private block (RFC 1918)
 
 
 def _fit(node: NodeView, names: Iterable[str]) -> set[str]:
@@ -156,8 +156,8 @@ def from_snapshots(
             "no active InfiniBand port, and no active RoCE port with a netdev, is on every one of these nodes; scan "
             "them on the host network (EFA needs none of these resources: AWS' device plugin is all)"
         )
-    if len(common) > _MOST_RAILS:
-        raise JobError(f"{len(common)} RoCE interfaces: at most {_MOST_RAILS} get a network each")
+    if len(common) > _MAX_RAILS:
+        raise JobError(f"{len(common)} RoCE interfaces: at most {_MAX_RAILS} get a network each")
     ports = {port for node in nodes for name in common for port in _list_netdevs(node, name)}
     for name in ports.union(common):
         check_form("interface", "interface ", name)

@@ -17,7 +17,7 @@ import yaml
 from contracts.yaml_text import YamlTextError, load_all
 from planner.kubernetes.manifests import Dumper
 
-MOST_ALIASES = 1000
+MAX_ALIASES = 1000
 
 
 class EditError(ValueError):
@@ -33,7 +33,7 @@ class _Dumper(Dumper):
 
 def documents(text: str) -> list[Any]:
     """Parse every document; an alias and its anchor become one object. Raises YamlTextError."""
-    return load_all(text, most_aliases=MOST_ALIASES)
+    return load_all(text, most_aliases=MAX_ALIASES)
 
 
 def extend(text: str, target: list[Any]) -> str:

@@ -44,7 +44,7 @@ from planner.lint.values import VALUES
 
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
-_MOST_BRANCHES = 8  # maximum number of texts of one template
+_MAX_BRANCHES = 8  # maximum number of texts of one template
 _JOINED = "\0"  # where a line of a Dockerfile continues another one
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
@@ -125,13 +125,13 @@ def _remove_templates(text: str, first: int) -> tuple[list[str], list[Unread]]:
         rows.append((row, {block: last[block] for block in inside}))
     texts: list[str] = []
     left = [(number, *row) for number, row in enumerate(rows, start=first)]
-    while left and len(texts) < _MOST_BRANCHES:
+    while left and len(texts) < _MAX_BRANCHES:
         # Take the branches that have the first line that is in no text yet. Each other condition takes its next branch.
         taken = [left[0][2].get(block, min(len(texts), highest)) for block, highest in enumerate(last)]
         shown = [all(taken[block] == branch for block, branch in branches.items()) for _, branches in rows]
         texts.append("\n".join(row if shows else "" for (row, _), shows in zip(rows, shown, strict=True)))
         left = [each for each in left if each[1].strip() and any(taken[at] != branch for at, branch in each[2].items())]
-    reason = f"only {_MOST_BRANCHES} branches of the template are read"
+    reason = f"only {_MAX_BRANCHES} branches of the template are read"
     return texts or [""], [Unread(line=number, why=reason) for number, row, _ in left if NAMED.search(row)]
 
 

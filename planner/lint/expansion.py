@@ -19,13 +19,13 @@ from tree_sitter import Language, Node, Parser
 from planner.lint.script import OPEN, WORDS, Assigned, Word
 
 _BASH = Language(tree_sitter_bash.language())
-_MOST_SECONDS = 2.0  # CPU seconds per text: 1 MiB of ordinary script takes 0.5; a hostile text can take quadratic time
-_MOST_PIPES = 4_000  # `|` per text; each error recovery of the parser takes time linear in the pipeline
+_MAX_SECONDS = 2.0  # CPU seconds per text: 1 MiB of ordinary script takes 0.5; a hostile text can take quadratic time
+_MAX_PIPES = 4_000  # `|` per text; each error recovery of the parser takes time linear in the pipeline
 _BUDGET: ContextVar[list[float]] = ContextVar("CPU seconds left for parsing one text")
 WORK_OF_WORD = 256  # cost of expanding and checking one word, in characters read
-MOST_VALUE = 1 << 16  # characters; a variable can double itself in each step
-MOST_LEVELS = 60  # nesting of blocks, substitutions and defaults
-_MOST_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
+MAX_VALUE = 1 << 16  # characters; a variable can double itself in each step
+MAX_LEVELS = 60  # nesting of blocks, substitutions and defaults
+_MAX_WORK = 1 << 25  # characters read, loop iterations included; takes a few seconds
 
 # A comment in backticks between two options: `# the ranks`. The grammar ends it only at the end of the line.
 _COMMENT = re.compile(rb"(?<!\S)`[ \t]*#[^`\n]*`")
@@ -57,13 +57,13 @@ class Shell:
 
 def limit_parsing() -> None:
     """Reset the CPU time budget for parsing. It applies to the next text, nested texts included."""
-    _BUDGET.set([_MOST_SECONDS])
+    _BUDGET.set([_MAX_SECONDS])
 
 
 def parse(source: bytes) -> Node | None:
     """Return the root of the syntax tree; None if parsing exceeds the limits."""
-    left, start = _BUDGET.get([_MOST_SECONDS]), time.process_time()
-    if source.count(b"|") > _MOST_PIPES:
+    left, start = _BUDGET.get([_MAX_SECONDS]), time.process_time()
+    if source.count(b"|") > _MAX_PIPES:
         return None
     source = _COMMENT.sub(lambda match: b" " * len(match[0]), source)
     source = _OPEN_NUMBER.sub(lambda match: match[0].replace(OPEN.encode(), b"000"), source)
@@ -115,7 +115,7 @@ class Expander:
     def spend(self, characters: int) -> bool:
         """Count work in characters. Returns whether the limit is not yet reached."""
         self._work += characters
-        return self._work < _MOST_WORK
+        return self._work < _MAX_WORK
 
     def text(self, node: Node) -> str:
         """Return the source text of a node."""
@@ -136,7 +136,7 @@ class Expander:
         """Return the text of a word after expansion."""
         self._level += 1
         try:
-            value = self._value(node) if self._level <= MOST_LEVELS and self.spend(64) else OPEN
+            value = self._value(node) if self._level <= MAX_LEVELS and self.spend(64) else OPEN
         finally:
             self._level -= 1
         self.spend(len(value))
@@ -177,7 +177,7 @@ class Expander:
                 continue
             value = self.value(child)
             text += self._literal(offset, child.start_byte, escape)
-            if len(text) + len(value) > MOST_VALUE:
+            if len(text) + len(value) > MAX_VALUE:
                 return OPEN
             text, offset = text + value, child.end_byte
         return text + self._literal(offset, end, escape)
@@ -239,5 +239,5 @@ class Expander:
             before += NEXT_ITEM * (before not in ("", before.rstrip(NEXT_ITEM) + NEXT_ITEM))
         else:
             value = self.value(assigned) if assigned else ""
-        value = (before + value)[:MOST_VALUE] if target.type == "variable_name" else OPEN
+        value = (before + value)[:MAX_VALUE] if target.type == "variable_name" else OPEN
         return Assigned(name, value, self.raw(assigned) if assigned else "", self.line(node))

@@ -13,7 +13,7 @@ from planner.lint.script import NAMED, WORDS, Assigned, Inner, Word, pattern
 
 IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
 """Prefix of variables that Apptainer's container gets without it."""
-MOST_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
+MAX_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
 _NAMES = WORDS["shell"]
 
 

@@ -17,11 +17,11 @@ from typing import NamedTuple
 from tree_sitter import Node
 
 from contracts.tables import read_table
-from planner.lint.expansion import MOST_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Shell, parse, walk
+from planner.lint.expansion import MAX_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Shell, parse, walk
 from planner.lint.findings import finding
 from planner.lint.programs import (
     IN_CONTAINER,
-    MOST_OPTIONS,
+    MAX_OPTIONS,
     find_program,
     is_idle,
     is_launcher,
@@ -45,9 +45,9 @@ from planner.lint.script import (
     pattern,
 )
 
-_MOST_COMMANDS = 20_000  # limit of followed commands; each loop iteration, way and function call counts
-_MOST_ROUNDS = 64  # iterations of one loop
-_MOST_LAUNCHES = 1000  # launches or ways with different settings
+_MAX_COMMANDS = 20_000  # limit of followed commands; each loop iteration, way and function call counts
+_MAX_ROUNDS = 64  # iterations of one loop
+_MAX_LAUNCHES = 1000  # launches or ways with different settings
 
 _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
 _SCHEDULED = re.compile(rb"(?m)^\s*#(?:SBATCH|PBS|BSUB|FLUX:)\s")  # its daemons start ranks with all variables
@@ -159,7 +159,7 @@ class _Reader(Expander):
         first, self._ways, self._met = self.scope, [{}], set()
         for way in self._ways:
             self.scope, self._way, self._left, self._written, self._outcomes = first.copy(), way, "", {}, {}
-            if self._commands > _MOST_COMMANDS or not self.spend(0):
+            if self._commands > _MAX_COMMANDS or not self.spend(0):
                 break
             start()
             for name in list(self.scope.variables) if exports_all else ():
@@ -234,7 +234,7 @@ class _Reader(Expander):
         if follow is None:
             return
         self._commands += 1
-        if self._blocks >= MOST_LEVELS or self._commands > _MOST_COMMANDS or not self.spend(0):
+        if self._blocks >= MAX_LEVELS or self._commands > _MAX_COMMANDS or not self.spend(0):
             self._report(self.line(node), "too many or too deeply nested commands")
             self._left = "exit"
             return
@@ -362,7 +362,7 @@ class _Reader(Expander):
             self._follow([each for each in node.named_children if each != body])
         elif name is None:
             self._forget(head, node)
-        literal = 0 < len(items) <= _MOST_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in items)
+        literal = 0 < len(items) <= _MAX_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in items)
         for word in map(self.text, items) if literal else (OPEN,):
             if name is not None:
                 raw = word if literal else head.partition(" in ")[2].split(";")[0].strip()
@@ -592,7 +592,7 @@ class _Reader(Expander):
         """Start the program `words[at]`. It gets the exported variables, changed by the words of its command."""
         started, program, sets = self._started, words[index:], False
         idle = is_idle(program)
-        command = " ".join(word.text for word in words)[:MOST_OPTIONS] + " "
+        command = " ".join(word.text for word in words)[:MAX_OPTIONS] + " "
         if name_of(program[0]) == "srun" and "--export" not in command and self.parameter("SLURM_EXPORT_ENV") == "NONE":
             command = f"srun --export=NONE {command}"
         is_remote = pattern("mpirun_to_hosts").match(command) and not _SCHEDULED.search(self.source)
@@ -630,7 +630,7 @@ class _Reader(Expander):
             if is_passed_on and (is_judged(name) or name in JOB_SIZE):
                 settings[name] = each._replace(name=name)
         self.spend(WORK_OF_WORD * len(settings))
-        if len(self._launches) < _MOST_LAUNCHES:
+        if len(self._launches) < _MAX_LAUNCHES:
             launch = _Launch(label, sure, tuple(name for _, name in self._way.values()), settings)
             self._launches.setdefault((label, sure, _get_content(settings)), launch)
         else:

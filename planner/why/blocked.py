@@ -18,7 +18,7 @@ from planner.why.facts import (
     IN_CALL,
     LONGER,
     LOOK_SECONDS,
-    MOST_RANKS,
+    MAX_RANKS,
     STALL_SECONDS,
     START_CALLS,
     Activity,
@@ -147,7 +147,7 @@ class BlockedCalls:
         if ranks := trace.groups.get(group) or (state.groups.get(group) if state else None):
             return set(ranks)
         world = self.facts.world or 0
-        return set(range(world)) if trace.names.get(group) == "default_pg" and world <= MOST_RANKS else set()
+        return set(range(world)) if trace.names.get(group) == "default_pg" and world <= MAX_RANKS else set()
 
     def _has_come(self, other: int, rank: int, wait: Wait) -> bool | None:
         """Whether a rank has entered a rank's call; None if no source shows it. A log without it proves nothing."""
@@ -623,7 +623,7 @@ def mismatch(rows: Mapping[int, Call], *, size: int | None, lines: Mapping[int, 
     restriction = "; there is no majority, so it is unknown which of them is wrong"
     if size is None:
         restriction = "; the log names no process group, so they may be of different groups"
-    elif len(rows) < size <= MOST_RANKS:
+    elif len(rows) < size <= MAX_RANKS:
         absent = [rank for rank in range(size) if rank not in rows] if size > max(rows) else []
         restriction = f"; the calls of {ranks_of(absent) if absent else 'other ranks'} are not known"
     message = f"{ranks_of(sorted(rows))} disagree: {each}{restriction}"

@@ -32,7 +32,7 @@ BUSY_SECONDS = 300.0
 IDLE_SECONDS = 60.0  # for a rank without CPU use and I/O: one tenth of PyTorch's 600 s
 IDLE_SHARE = 0.05  # of a CPU: below it the main thread does not compute
 START_CALLS = 8  # of a job that is still starting, besides one for each group
-MOST_RANKS = 1 << 17  # maximum number in a job
+MAX_RANKS = 1 << 17  # maximum number in a job
 _WORDS = read_table(__file__, "why.toml")
 LOST_PEER, TIMED_OUT, IN_CALL = (
     re.compile("|".join(_WORDS["text"][name]), flags)
@@ -229,7 +229,7 @@ class RunFacts:
         if pointed:
             return pointed.most_common(1)[0][0]
         quiet = [rank for rank in quiet if rank in ranks]
-        if ends and self.lost_a_peer == set(self.states) and (self.world or 0) <= MOST_RANKS:
+        if ends and self.lost_a_peer == set(self.states) and (self.world or 0) <= MAX_RANKS:
             # all that have written lost another, which was killed before its monitor wrote
             quiet = [rank for rank in range(self.world or 0) if rank not in self.states and rank not in self.traces]
         return quiet[0] if len(quiet) == 1 else None

@@ -40,7 +40,7 @@ OUTLIER = 1.3
 BLOCKS = 16  # of consecutive calls; their means show the variance of lateness
 WINDOWS = (0.0, 0.5, 0.75, 0.875)  # fractions of the run to skip: a rank may have become late only recently
 MATTERS = 0.1  # minimum fraction of the time that the others lose
-MOST_SECONDS_LEFT = 3600.0  # a difference that takes longer to prove is near the limit and not yet a suspicion
+MAX_SECONDS_LEFT = 3600.0  # a difference that takes longer to prove is near the limit and not yet a suspicion
 MIN_CALLS = 2 * BLOCKS  # calls that all ranks made
 MIN_LOOKS = 30  # samples per rank: the standard error of a fraction is then below 0.1
 # Other work of a host comes and goes within seconds. A rank that is late without a visible cause is named only by calls
@@ -105,7 +105,7 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
         return facts.verdict("slow", *causes, ranks=ranks, waiting=others)
     if not_at_fault:
         return Verdict(state="fine", line=f"no fault: {not_at_fault[0]}", not_at_fault=tuple(not_at_fault))
-    open_rows = [row for row in late_rows if row.seconds_left < MOST_SECONDS_LEFT]
+    open_rows = [row for row in late_rows if row.seconds_left < MAX_SECONDS_LEFT]
     if not open_rows:
         return None
     one = min(open_rows, key=lambda nearest: nearest.seconds_left)

@@ -16,7 +16,7 @@ from planner.why.facts import (
     IDLE_SECONDS,
     IN_CALL,
     LONG_PHASES,
-    MOST_RANKS,
+    MAX_RANKS,
     ORDER_SECONDS,
     SILENT_RUN_SECONDS,
     STALL_SECONDS,
@@ -101,7 +101,7 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
     if by_log and by_log.causes[0].code == "port_in_use":
         return by_log
     world = max(state.world_size or 0 for state in here.values())
-    absent = tuple(rank for rank in range(min(world, MOST_RANKS)) if rank not in here) if max(here) < world else ()
+    absent = tuple(rank for rank in range(min(world, MAX_RANKS)) if rank not in here) if max(here) < world else ()
     missing = ranks_of(absent, kind) if absent else f"{world - len(here)} of {world} {kind}s"
     gave_up = [ages[rank] for rank, state in here.items() if state.answer == "connected" and state.ended]
     # one that gave up may have hosted the store: a connection that was closed then does not show a fault of the network
@@ -156,7 +156,7 @@ def judge_joins(facts: RunFacts) -> Verdict | None:
     if overfull is not None:
         state = "failed" if overfull.over else "stuck"
         return facts.named("too_many", state=state, joined=overfull.joined, world=overfull.world)
-    short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MOST_RANKS]
+    short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MAX_RANKS]
     if not short:
         return None
     join = short[0]

@@ -12,7 +12,7 @@ from probes.api import Source
 UNREAD = "unread"
 """The driver failed to report the remote end of a link. If a hypervisor hides the remote end, the value is None."""
 
-LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS
+MAX_LINKS = 36  # NVML_NVLINK_MAX_LINKS
 PROC = "/proc/driver/nvidia/gpus"
 
 BROKEN = frozenset({"GPU_IS_LOST", "RESET_REQUIRED", "INSUFFICIENT_POWER", "IRQ_ISSUE", "CORRUPTED_INFOROM"})

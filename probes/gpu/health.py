@@ -48,7 +48,7 @@ def name_xids(xids: Iterable[int], of: Cause) -> str:
 HOT_CELSIUS = (
     84.0  # clocks begin to fall between 84 and 90 C: stas00/ml-engineering, compute/accelerator, "Temperature"
 )
-REMAPPED_ROWS_MAX = 512  # per GPU: NVIDIA GPU Memory Error Management, "Row-remapping", RMA criteria
+MAX_REMAPPED_ROWS = 512  # per GPU: NVIDIA GPU Memory Error Management, "Row-remapping", RMA criteria
 THERMAL = {"sw_thermal", "hw_thermal"}
 
 BUSY_RATIO = 0.5
@@ -156,7 +156,7 @@ def _check_recovery(gpu: Gpu) -> Iterator[Finding]:
 
 
 def _check_remapping(gpu: Gpu) -> Iterator[Finding]:
-    if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > REMAPPED_ROWS_MAX:
+    if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > MAX_REMAPPED_ROWS:
         yield finding("gpu.memory.remap_failed", gpu)
 
 

@@ -97,7 +97,7 @@ def _report_notes(gpus: list[Gpu]) -> Iterator[Finding]:
 IDENTITY = "gpu.device.unread"
 """Finding code for facts that no other check needs: identity and location of the GPU, clocks, affinity."""
 
-EVIDENCE_MAX = 16
+MAX_EVIDENCE = 16
 _ROOT_ONLY = "nvmlDeviceGetSramEccErrorStatus"  # nvml.h: "Requires root/admin permissions"
 
 
@@ -126,9 +126,9 @@ def _report_unread(code: str, status: Status, subjects: dict[str, list[str]]) ->
     questions = [f"{subject}: {q}" if subject else q for subject, queries in subjects.items() for q in queries]
     # "nvmlDeviceGetTemperature(0) = TIMEOUT" without the arguments
     reasons = list(dict.fromkeys(re.sub(r"\([^=]*\)", "", query) for queries in subjects.values() for query in queries))
-    evidence, subjects_named = questions[:EVIDENCE_MAX], [subject for subject in subjects if subject]
-    if len(questions) > EVIDENCE_MAX:
-        evidence.append(f"and {len(questions) - EVIDENCE_MAX} more")
+    evidence, subjects_named = questions[:MAX_EVIDENCE], [subject for subject in subjects if subject]
+    if len(questions) > MAX_EVIDENCE:
+        evidence.append(f"and {len(questions) - MAX_EVIDENCE} more")
     return Finding(
         code=code,
         status=status,

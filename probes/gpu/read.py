@@ -20,16 +20,16 @@ from typing import Any, cast
 
 from contracts.tables import read_table
 from probes.api import UnavailableError
-from probes.gpu.facts import LINKS_MAX, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink, find_question
+from probes.gpu.facts import MAX_LINKS, UNREAD, Gpu, GpuFacts, GpuPair, GpuProcess, NvLink, find_question
 from probes.host import sysfs
 from probes.host.nvml import ERROR_NAMES, HANDLE, INIT, NO_DEVICE_FILES, XIDS, sysfs_bus_id
 from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.pci.facts import DEVICES
 from probes.pci.read import read_bus
 
-GPUS_MAX = 64  # NVML lists GPUs, not MIG slices; no host has more GPUs
-MEMORY_MAX = 1 << 42  # 4 TiB: today's largest boards have 288 GiB
-PIDS_MAX = 1 << 22  # PID_MAX_LIMIT of Linux
+MAX_GPUS = 64  # NVML lists GPUs, not MIG slices; no host has more GPUs
+MAX_MEMORY = 1 << 42  # 4 TiB: today's largest boards have 288 GiB
+MAX_PIDS = 1 << 22  # PID_MAX_LIMIT of Linux
 AFFINITY_WORDS = 32  # of 64 CPUs each: Linux' largest NR_CPUS on x86 is 8192; the largest server has fewer than 2048
 LOST = frozenset({"GPU_IS_LOST", "RESET_REQUIRED"})
 _NOT_THERE = frozenset({"NOT_SUPPORTED", "VGPU_ECC_NOT_SUPPORTED", "FREQ_NOT_SUPPORTED", "NO_DATA"})
@@ -184,8 +184,8 @@ def read(host: Host) -> GpuFacts:
         if symbol == INIT or not on_bus:
             return unusable
         unread, count = (f"nvmlDeviceGetCount = {error.name}",), on_bus  # the GPUs may still answer
-    if not isinstance(count, int) or not 0 <= count <= GPUS_MAX:
-        raise ValueError(f"nvmlDeviceGetCount = {count!r}: not a number of GPUs between 0 and {GPUS_MAX}")
+    if not isinstance(count, int) or not 0 <= count <= MAX_GPUS:
+        raise ValueError(f"nvmlDeviceGetCount = {count!r}: not a number of GPUs between 0 and {MAX_GPUS}")
     xids = _read_xids(host)
     gpus = _read_gpus([NvmlCalls(host, GpuHandle(index)) for index in range(count)])
     if unread and all(gpu.error is not None for gpu in gpus):
@@ -479,7 +479,7 @@ def _count_retired_pages(nvml: NvmlCalls) -> int | None:
     by_cause = [nvml("nvmlDeviceGetRetiredPages", cause) for cause in (0, 1)]
     if not all(isinstance(pages, list) for pages in by_cause):
         return None
-    if any(not 0 <= address <= MEMORY_MAX for pages in by_cause for address in pages):
+    if any(not 0 <= address <= MAX_MEMORY for pages in by_cause for address in pages):
         nvml.note("nvmlDeviceGetRetiredPages", (), "a page beyond any memory, which is impossible")
         return None
     return sum(map(len, by_cause))
@@ -503,7 +503,7 @@ class LinkStates:
 def read_link_states(nvml: NvmlCalls) -> LinkStates:
     """Query the state of every link that a board may have."""
     links = LinkStates(known=True)
-    for link in range(LINKS_MAX):
+    for link in range(MAX_LINKS):
         if nvml.link_count and len(links.states) >= nvml.link_count:
             break  # all links were found; a slow driver is not queried about links that do not exist
         try:
@@ -659,11 +659,11 @@ def read_processes(nvml: NvmlCalls) -> tuple[GpuProcess, ...] | None:
     answer = nvml(symbol)
     if not isinstance(answer, list):
         return None
-    if any(not 0 <= process["pid"] <= PIDS_MAX for process in answer):
+    if any(not 0 <= process["pid"] <= MAX_PIDS for process in answer):
         nvml.note(symbol, (), "a process id that is impossible")
         return None
     # NVML_VALUE_NOT_AVAILABLE is 2^64 - 1
-    used = [p["usedGpuMemory"] if (p["usedGpuMemory"] or 0) <= MEMORY_MAX else None for p in answer]
+    used = [p["usedGpuMemory"] if (p["usedGpuMemory"] or 0) <= MAX_MEMORY else None for p in answer]
     return tuple(GpuProcess(pid=p["pid"], memory_bytes=memory) for p, memory in zip(answer, used, strict=True))
 
 

@@ -165,7 +165,7 @@ class LiveHost:
     def kernel_log(self, word: str) -> tuple[str, ...]:
         """Return kernel log lines with the word, including lines of earlier scans. A container sees the host's log."""
         lines = _read_log_lines(word)
-        newest = self._log.setdefault(word, deque(maxlen=LINES_MAX))
+        newest = self._log.setdefault(word, deque(maxlen=MAX_LINES))
         append_new_lines(newest, lines)
         return tuple(newest)
 
@@ -193,8 +193,8 @@ class LiveHost:
 
 
 _READ_ALL, _SIZE_BUFFER = 3, 10  # SYSLOG_ACTION_*; neither changes the log
-_LEAST_BYTES, _MOST_BYTES = 1 << 17, 1 << 24  # usual sizes of the log; of a larger one, only the newest part is read
-LINES_MAX = 256  # a failing GPU logs the same error repeatedly
+_MIN_BYTES, _MAX_BYTES = 1 << 17, 1 << 24  # usual sizes of the log; of a larger one, only the newest part is read
+MAX_LINES = 256  # a failing GPU logs the same error repeatedly
 
 
 def append_new_lines(newest: deque[str], lines: Iterable[str]) -> None:
@@ -205,13 +205,13 @@ def append_new_lines(newest: deque[str], lines: Iterable[str]) -> None:
 def _read_log_lines(word: str) -> tuple[str, ...]:
     """Return the newest kernel log lines with the word, oldest first. Raises OSError if access is denied."""
     libc = ctypes.CDLL(None, use_errno=True)
-    size = min(max(libc.klogctl(_SIZE_BUFFER, None, 0), _LEAST_BYTES), _MOST_BYTES)
+    size = min(max(libc.klogctl(_SIZE_BUFFER, None, 0), _MIN_BYTES), _MAX_BYTES)
     content = ctypes.create_string_buffer(size)
     length = libc.klogctl(_READ_ALL, content, size)
     if length < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "kernel log")
     lines = ctypes.string_at(content, length).decode(errors="replace").splitlines()
-    return tuple([line for line in lines if word in line][-LINES_MAX:])
+    return tuple([line for line in lines if word in line][-MAX_LINES:])
 
 
 # libibverbs through pyverbs, if the distribution's python3-pyverbs is installed. Specification: ibv_reg_mr(3),

@@ -39,7 +39,7 @@ XIDS = "nvmlEventSetWait"
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver or the GPU is gone: request a new handle for the next call
 _XID_EVENT = 8  # nvmlEventTypeXidCriticalError
 _NO_FIELD = {2, 3}  # INVALID_ARGUMENT of a driver that is older than the field; NOT_SUPPORTED of the board
-_EVENTS_MAX = 1024  # limit per driver load; the newest are kept
+_MAX_EVENTS = 1024  # limit per driver load; the newest are kept
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t -> union member
 
 
@@ -175,7 +175,7 @@ class _EventLog:
 
     def _drain(self, pynvml: Any) -> None:
         names = {ctypes.cast(device, ctypes.c_void_p).value: index for index, device in self._watched.items()}
-        for _ in range(_EVENTS_MAX if self._watched else 0):
+        for _ in range(_MAX_EVENTS if self._watched else 0):
             try:
                 event = pynvml.nvmlEventSetWait_v2(self._set, 0)
             except pynvml.NVMLError as error:
@@ -184,7 +184,7 @@ class _EventLog:
                 raise
             index = names.get(ctypes.cast(event.device, ctypes.c_void_p).value)
             if event.eventType == _XID_EVENT and index is not None:
-                self._xids = [*self._xids, [index, int(event.eventData)]][-_EVENTS_MAX:]
+                self._xids = [*self._xids, [index, int(event.eventData)]][-_MAX_EVENTS:]
 
 
 def plain(value: Any) -> Json:

@@ -25,7 +25,7 @@ from probes.wire import KIND, METHODS, SCHEMA_VERSION, Json, RecordingError
 BUNDLE_LIMIT_BYTES = 512 << 20  # decompressed, for all hosts
 PACKED_LIMIT_BYTES = 128 << 20
 SIZE_LIMIT_BYTES = 32 << 20  # decompressed; a host with 16 GPUs needs about 1 MB; parsed data takes about 20 times that
-MOST_VALUES = 8_000_000  # in all recordings of a bundle; a host with 16 GPUs has about 20,000, each up to 100 bytes
+MAX_VALUES = 8_000_000  # in all recordings of a bundle; a host with 16 GPUs has about 20,000, each up to 100 bytes
 _IN_BUNDLE = re.compile(r"[^/]+/recording\.json")
 
 T = TypeVar("T")
@@ -200,8 +200,8 @@ def load_all(path: str | Path) -> list[RecordedHost]:
         raw = bounded.read(path, PACKED_LIMIT_BYTES)
         for _, content in bounded.zip_files(raw, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch):
             values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
-            if values > MOST_VALUES:
-                raise RecordingError(f"{path}: its recordings hold more than {MOST_VALUES} values")
+            if values > MAX_VALUES:
+                raise RecordingError(f"{path}: its recordings hold more than {MAX_VALUES} values")
             hosts.append(RecordedHost(_check_content(plain(content), path)))
     except (bounded.ArchiveError, bounded.TooLargeError, PlainError) as error:
         raise RecordingError(f"{path}: not a bundle (topoflight bundle writes one): {error}") from None

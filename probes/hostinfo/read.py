@@ -22,10 +22,10 @@ NAMES: dict[str, Any] = read_table(__file__, "names.toml")
 DMI = "/sys/class/dmi/id/"
 NODES = "/sys/devices/system/node/"
 _OF_THE_CONTAINER = ("container", ROLE)  # used below; not read by NCCL
-NODES_MAX = 1024  # MAX_NUMNODES of the largest kernel configuration
+MAX_NODES = 1024  # MAX_NUMNODES of the largest kernel configuration
 
 _SERVER = re.compile(r"(\d{1,3}(?:\.\d{1,3}){3})(?=[:@,]|$)", re.ASCII)
-SERVERS_MAX = 64
+MAX_SERVERS = 64
 
 
 def read(host: Host) -> HostinfoFacts:
@@ -95,14 +95,14 @@ def read_storage_servers(mounts: str | None) -> tuple[str, ...]:
                 servers[str(ipaddress.IPv4Address(text))] = None
             except ValueError:
                 continue
-    return tuple(servers)[:SERVERS_MAX]
+    return tuple(servers)[:MAX_SERVERS]
 
 
 def read_numa_nodes(host: Host) -> tuple[NumaNode, ...]:
     """Return the NUMA nodes by number. Numbers may have gaps (POWER9: 0 and 8)."""
     numbers = sorted(int(name[4:]) for name in sysfs.names(host, NODES) if re.fullmatch(r"node\d{1,4}", name))
     nodes = []
-    for number in numbers[:NODES_MAX]:
+    for number in numbers[:MAX_NODES]:
         folder = f"{NODES}node{number}/"
         memory = re.search(r"MemTotal:\s*(\d{1,18}) kB", sysfs.text(host, folder + "meminfo") or "", re.ASCII)
         cpus, size = sysfs.text(host, folder + "cpulist") or "", int(memory[1]) * 1024 if memory else None

@@ -32,7 +32,7 @@ from probes.rdma.read import read_gids
 
 NAMES = read_table(__file__, "names.toml")
 NET = "/sys/class/net"
-LINKS_MAX = 4096
+MAX_LINKS = 4096
 IFF_UP, IFF_RUNNING = 0x1, 0x40
 POD_KINDS = {"veth", "netkit", "ipvlan", "macvlan"}
 
@@ -79,7 +79,7 @@ def read(host: Host) -> InterfacesFacts:
     status = read_network_status(host)
     entries = status.by_interface if status else {}
     rdma = _map_rdma(host)
-    facts = {names[link.get("index")]: _read_interface(host, link, names, addresses) for link in links[:LINKS_MAX]}
+    facts = {names[link.get("index")]: _read_interface(host, link, names, addresses) for link in links[:MAX_LINKS]}
     cards = {index: name for index, name in names.items() if name in facts and facts[name].bus_id}
     wired = read_neighbours(host, cards)
     in_pod = status is not None or detect_container(host) == "kubernetes"
@@ -280,7 +280,7 @@ def _find_rdma_device(interface: Interface, all_: dict[str, Interface], rdma: di
     return None
 
 
-ENTRIES_MAX = 256
+MAX_ENTRIES = 256
 
 
 def read_network_status(host: Host) -> NetworkStatus | None:
@@ -323,7 +323,7 @@ def parse_network_status(content: str) -> dict[str, Entry]:
         raise ValueError("network-status is nested too deeply") from error
     if not isinstance(listed, list):
         raise ValueError(f"network-status is a list of networks, not {type(listed).__name__}")
-    entries = [_parse_entry(item) for item in listed[:ENTRIES_MAX] if isinstance(item, dict)]
+    entries = [_parse_entry(item) for item in listed[:MAX_ENTRIES] if isinstance(item, dict)]
     return {entry.interface: entry for entry in entries if entry.interface}
 
 
@@ -348,11 +348,11 @@ def _to_text(value: Json) -> str | None:
 
 
 LLDP_FOLDER = "/run/systemd/netif/lldp"
-_BYTES_MAX = 1 << 14
+_MAX_BYTES = 1 << 14
 _FRAME_HEADER, _ETHERTYPE = 14, b"\x88\xcc"
 _CHASSIS, _PORT, _SYSTEM_NAME = 1, 2, 5
 _TEXT = {_CHASSIS: (6, 7), _PORT: (1, 5, 7)}  # subtypes with text: interface name or alias, or locally assigned
-_NAME_MAX = 64
+_MAX_NAME = 64
 
 
 def read_neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
@@ -361,7 +361,7 @@ def read_neighbours(host: Host, indices: dict[int, str]) -> dict[str, str]:
     neighbours = {}
     for index, name in indices.items():
         if str(index) in there:
-            content = sysfs.attempt(host.read_bytes, f"{LLDP_FOLDER}/{index}", _BYTES_MAX) or b""
+            content = sysfs.attempt(host.read_bytes, f"{LLDP_FOLDER}/{index}", _MAX_BYTES) or b""
             names = list(dict.fromkeys(filter(None, map(parse_neighbour, split_frames(content)))))
             if len(names) == 1:  # several names: a hub or bridge is in between, so the neighbour is unknown
                 neighbours[name] = names[0]
@@ -405,4 +405,4 @@ def _split_tlvs(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _decode_text(value: bytes) -> str:
-    return "".join(c for c in value.decode("ascii", "replace") if " " < c <= "~")[:_NAME_MAX]
+    return "".join(c for c in value.decode("ascii", "replace") if " " < c <= "~")[:_MAX_NAME]

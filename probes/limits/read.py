@@ -16,7 +16,7 @@ from probes.limits.probe import SHM, LimitsFacts
 IPC_LOCK_BIT, SYS_NICE_BIT = 14, 23  # capabilities(7), include/uapi/linux/capability.h
 CGROUPS = "/sys/fs/cgroup"
 SECCOMP = {"0": "disabled", "1": "strict", "2": "filter"}
-CGROUP_DEPTH_MAX = 32
+MAX_CGROUP_DEPTH = 32
 
 
 def read(host: Host) -> LimitsFacts:
@@ -100,7 +100,7 @@ def _list_cgroup_folders(host: Host) -> list[str]:
         mounted = CGROUPS if number == "0" else f"{CGROUPS}/cpu"
         if number != "0" and "cpu" not in controllers.split(","):
             continue
-        parts = [part for part in path.split("/") if sysfs.NAME.fullmatch(part)][:CGROUP_DEPTH_MAX]
+        parts = [part for part in path.split("/") if sysfs.NAME.fullmatch(part)][:MAX_CGROUP_DEPTH]
         folders += ["/".join([mounted, *parts[:length]]) for length in range(len(parts), -1, -1)]
     return folders
 

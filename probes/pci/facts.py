@@ -54,14 +54,14 @@ class PciFacts:
 
 SOURCE = Source(name="pci", facts=PciFacts)
 DEVICES = "/sys/bus/pci/devices"
-DEPTH_MAX = 64  # bridges; the 256 buses of the specification are never nested deeper in practice
+MAX_DEPTH = 64  # bridges; the 256 buses of the specification are never nested deeper in practice
 
 
 def ancestors(parents: Mapping[str, str | None], bus_id: str) -> list[str]:
     """Return the bus ids of all bridges above a device, nearest first."""
     bridges: list[str] = []
     above = parents.get(bus_id)
-    while above is not None and above not in bridges and len(bridges) < DEPTH_MAX:
+    while above is not None and above not in bridges and len(bridges) < MAX_DEPTH:
         bridges.append(above)
         above = parents.get(above)
     return bridges

@@ -30,7 +30,7 @@ from probes.pci.facts import (
     list_nvidia_gpus,
 )
 
-EVIDENCE_MAX = 16
+MAX_EVIDENCE = 16
 INFINIBAND_CLASS = 0x0207
 _DISPLAY, _ACCELERATOR = 0x0380, 0x1200  # display controller without VGA; processing accelerator
 DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # default of NCCL_TOPO_FILE
@@ -100,7 +100,7 @@ def check(facts: PciFacts) -> Iterator[Finding]:
     if gpus := list_amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
         evidence = tuple(
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
-            for d in gpus[:EVIDENCE_MAX]
+            for d in gpus[:MAX_EVIDENCE]
         )
         yield finding(TEXTS, "pci.gpu.unsupported", Status.UNKNOWN, "", evidence, count=len(gpus))
     yield from _check_rdma(facts)
@@ -182,10 +182,10 @@ def _check_acs(facts: PciFacts) -> Iterator[Finding]:
     judged = [d for d in facts.devices if d.bus_id in ports]
     redirecting = [d.bus_id for d in judged if d.acs_source_validation]
     if redirecting:  # only ports on paths between GPUs and their peers are checked
-        evidence = tuple(f"{DEVICES}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:EVIDENCE_MAX])
+        evidence = tuple(f"{DEVICES}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:MAX_EVIDENCE])
         yield finding(TEXTS, "pci.acs.on", Status.FAIL, "", evidence, count=len(redirecting))
     elif any(d.acs_source_validation is None for d in judged):
-        evidence = tuple(f"{DEVICES}/{p}/config: extended part not readable" for p in sorted(ports)[:EVIDENCE_MAX])
+        evidence = tuple(f"{DEVICES}/{p}/config: extended part not readable" for p in sorted(ports)[:MAX_EVIDENCE])
         yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", evidence)
 
 
@@ -237,7 +237,7 @@ def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
         return
     files = facts.topology_files
     is_automatic = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
-    evidence = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in list_gpus(facts)[:EVIDENCE_MAX]) + files
+    evidence = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in list_gpus(facts)[:MAX_EVIDENCE]) + files
     # with one GPU and no RDMA NIC there is only one path
     alone = len(list_gpus(facts)) == 1 and not _list_rdma_nics(facts)
     key = "pci.tree.virtual" + (" automatic" if is_automatic else " alone" if alone else " files" * bool(files))

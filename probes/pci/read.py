@@ -27,7 +27,7 @@ from probes.pci.facts import DEVICES, PciDevice, PciFacts, ancestors, is_bridge,
 
 NAMES = read_table(__file__, "names.toml")
 GROUPS = "/sys/kernel/iommu_groups"
-DEVICES_MAX = 4096
+MAX_DEVICES = 4096
 NVSWITCH = 0x0680
 DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
 _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
@@ -43,7 +43,7 @@ def read(host: Host) -> PciFacts:
         if not host.exists("/sys/bus") and not sysfs.names(host, "/sys/class/net"):
             raise
         raise UnavailableError(f"no PCI bus is visible here ({DEVICES}: {error.strerror or error})") from error
-    addresses = [name for name in names if sysfs.BUS_ID.fullmatch(name)][:DEVICES_MAX]
+    addresses = [name for name in names if sysfs.BUS_ID.fullmatch(name)][:MAX_DEVICES]
     devices = _with_config(host, [d for name in addresses if (d := read_device(host, name)) is not None])
     version = sysfs.text(host, "/proc/driver/nvidia/version")
     opened = None if version is None else "Open Kernel Module" in version
@@ -169,7 +169,7 @@ def explain_virtual_tree(devices: tuple[PciDevice, ...], hypervisor: str | None)
 
 # GPUs of the bus, for the gpu probe -----------------------------------------------------------------------------------
 
-NODES_MAX = 64  # same limit as in the gpu probe
+MAX_NODES = 64  # same limit as in the gpu probe
 
 
 def read_bus(host: Host) -> GpuBus | None:
@@ -178,7 +178,7 @@ def read_bus(host: Host) -> GpuBus | None:
     if names is None:
         return None
     addresses = [name for name in names if sysfs.BUS_ID.fullmatch(name)]
-    gpus = tuple(gpu for address in addresses if (gpu := _read_gpu(host, address)) is not None)[:NODES_MAX]
+    gpus = tuple(gpu for address in addresses if (gpu := _read_gpu(host, address)) is not None)[:MAX_NODES]
     nodes = sum(sysfs.attempt(host.usable, f"/dev/nvidia{n}") or False for n in range(len(gpus)))
     visible = host.environment().get("NVIDIA_VISIBLE_DEVICES", "").strip()
     return GpuBus(
@@ -214,7 +214,7 @@ def _read_gpu(host: Host, address: str) -> BusGpu | None:
 CONFIG_BYTES = 4096
 
 _EXTENDED_START = 0x100
-_EXTENDED_MAX = (CONFIG_BYTES - _EXTENDED_START) // 8  # maximum length of a valid chain; an invalid one may loop
+_MAX_EXTENDED = (CONFIG_BYTES - _EXTENDED_START) // 8  # maximum length of a valid chain; an invalid one may loop
 _ACS, _ACS_CONTROL, _SOURCE_VALIDATION = 0x000D, 6, 1 << 0
 
 
@@ -234,7 +234,7 @@ def parse_config(config: bytes) -> dict[str, Any]:
 
 def _walk_extended(config: bytes) -> Iterator[tuple[int, int]]:
     offset = _EXTENDED_START
-    for _ in range(_EXTENDED_MAX):
+    for _ in range(_MAX_EXTENDED):
         header = _unpack("<I", config, offset)
         if not header or header == 0xFFFFFFFF:
             return

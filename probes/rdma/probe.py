@@ -27,7 +27,7 @@ from probes.rdma.facts import OTHER, RAIL, ROCE_V2, SOURCE, RdmaDevice, RdmaFact
 TEXTS, WORDS = read_table(__file__, "findings.toml"), read_table(__file__, "words.toml")
 _WAITING = ("INIT", "ARMED")  # for the subnet manager
 SYSFS = "/sys/class/infiniband"
-EVIDENCE_MAX = 16
+MAX_EVIDENCE = 16
 ROCE_FULL_MTU_BYTES = 4096
 ROCE_WIRE_BYTES = 8 + 14 + 20 + 8 + 12 + 4 + 4 + 12  # IEEE 802.3; InfiniBand Architecture, annex A17 (RoCE v2)
 
@@ -119,7 +119,7 @@ def _report_port(
 def _check_active(facts: RdmaFacts) -> Iterator[Finding]:
     states = [port.state for _, port in _list_ports(facts.devices)]
     if states and None not in states and "ACTIVE" not in states:
-        evidence = tuple(f"{locate_port(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:EVIDENCE_MAX])
+        evidence = tuple(f"{locate_port(d, p)}/state: {p.state}" for d, p in _list_ports(facts.devices)[:MAX_EVIDENCE])
         waiting = " waiting" * (set(states) <= set(_WAITING))
         yield finding(TEXTS, "rdma.port.none_active" + waiting, None, "", evidence, count=len(states))
 
@@ -215,7 +215,7 @@ def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     active = [(d, p) for d, p in _list_ports(devices) if p.state == "ACTIVE" and p.link_layer]
     layers = sorted({port.link_layer for _, port in active if port.link_layer})
     if len(layers) > 1:
-        evidence = tuple(f"{locate_port(d, p)}/link_layer: {p.link_layer}" for d, p in active[:EVIDENCE_MAX])
+        evidence = tuple(f"{locate_port(d, p)}/link_layer: {p.link_layer}" for d, p in active[:MAX_EVIDENCE])
         yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", evidence, layers=" and ".join(layers))
     groups = [
         [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
@@ -226,7 +226,7 @@ def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     if split or len({mtu for mtu, _ in common}) > 1:
         ports = [port for group in groups for port in group]
         mtus = sorted({port.netdev_mtu_bytes for port in ports if port.netdev_mtu_bytes})
-        evidence = tuple(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}" for port in ports[:EVIDENCE_MAX])
+        evidence = tuple(f"/sys/class/net/{port.netdev}/mtu: {port.netdev_mtu_bytes}" for port in ports[:MAX_EVIDENCE])
         listed = ", ".join(map(str, mtus))
         yield finding(TEXTS, "rdma.mtu.mismatch mixed", None, "", evidence, mtus=listed)
 
@@ -357,7 +357,7 @@ def _report_no_flow_control(ports: list[RdmaPort]) -> Finding:
 def _list_evidence(ports: Iterable[RdmaPort]) -> tuple[str, ...]:
     return tuple(
         f"DCB_CMD_IEEE_GET {port.netdev}: PFC on {', '.join(map(str, port.pfc_priorities or ())) or 'no priority'}"
-        for port in list(ports)[:EVIDENCE_MAX]
+        for port in list(ports)[:MAX_EVIDENCE]
     )
 
 

@@ -21,16 +21,16 @@ from probes.rdma.facts import Gid, MemlockProof, RdmaDevice, RdmaFacts, RdmaPort
 DEVICES = "/sys/class/infiniband"
 VERBS = "/sys/class/infiniband_verbs"
 NODES = "/dev/infiniband"
-DEVICES_MAX = 1024
-COUNTERS_MAX = 512
+MAX_DEVICES = 1024
+MAX_COUNTERS = 512
 
 # iboe_get_mtu: the largest InfiniBand MTU that fits into the Ethernet MTU without headers (GRH 40, UDP 8, BTH 12, XRC
 # 4, atomic 28, ICRC 4 bytes).
 ROCE_HEADER_BYTES = 96
 IB_MTUS = (4096, 2048, 1024, 512, 256)
 
-TABLE_MAX = 1024  # the largest table that drivers report
-HOLE_MAX = 64  # the kernel fills the first free slot, so a long gap is the end of the table
+MAX_TABLE = 1024  # the largest table that drivers report
+MAX_HOLE = 64  # the kernel fills the first free slot, so a long gap is the end of the table
 
 
 def read(host: Host) -> RdmaFacts:
@@ -51,7 +51,7 @@ def read(host: Host) -> RdmaFacts:
 def _read_devices(host: Host) -> tuple[RdmaDevice, ...]:
     listed = ((sysfs.text(host, f"{VERBS}/{node}/ibdev"), node) for node in sysfs.names(host, VERBS))
     nodes = {device: node for device, node in listed if device}  # RDMA device -> name of its device node
-    names = sorted(sysfs.names(host, DEVICES), key=make_sort_key)[:DEVICES_MAX]
+    names = sorted(sysfs.names(host, DEVICES), key=make_sort_key)[:MAX_DEVICES]
     return tuple(_read_device(host, name, nodes) for name in names)
 
 
@@ -208,7 +208,7 @@ def _find_netdev(host: Host, device_folder: str, number: int) -> str | None:
 def _read_counters(host: Host, folder: str) -> dict[str, int] | None:
     counters: dict[str, int] = {}
     for group in ("counters", "hw_counters"):
-        for name in sysfs.names(host, f"{folder}/{group}")[:COUNTERS_MAX]:
+        for name in sysfs.names(host, f"{folder}/{group}")[:MAX_COUNTERS]:
             value = sysfs.number(host, f"{folder}/{group}/{name}")
             if value is not None and name != "lifespan":  # refresh period of the other counters, in milliseconds
                 counters[name] = value
@@ -282,13 +282,13 @@ def read_gids(host: Host, folder: str) -> tuple[tuple[Gid, ...], bool]:
     indices = sorted(int(name) for name in listed if name.isascii() and name.isdigit() and len(name) <= 4)
     gids: list[Gid] = []
     used = -1
-    for place, index in enumerate(indices[:TABLE_MAX]):
+    for place, index in enumerate(indices[:MAX_TABLE]):
         value = sysfs.text(host, f"{folder}/gids/{index}")
         if value is not None and value.strip("0:"):
             attributes = {"type": f"gid_attrs/types/{index}", "netdev": f"gid_attrs/ndevs/{index}"}
             members = {name: sysfs.text(host, f"{folder}/{path}") for name, path in attributes.items()}
             gids.append(Gid(index=index, gid=value, **members))
             used = place
-        elif place - used >= HOLE_MAX:
+        elif place - used >= MAX_HOLE:
             break
     return tuple(gids), True

@@ -24,7 +24,7 @@ from agent.checks.expect import NodeExpectation, parse
 from agent.checks.history import History
 from agent.checks.view import Event, View, build_view
 from agent.cluster.client import LONGEST_WAIT_SECONDS, choose_backoff
-from agent.cluster.nodes import MOST_CHANGES, MOST_FACTS_BYTES, NodeRecord, make_record, pack_facts, to_resource
+from agent.cluster.nodes import MAX_CHANGES, MAX_FACTS_BYTES, NodeRecord, make_record, pack_facts, to_resource
 from agent.http import pages
 from agent.http.worker import WorkerData
 from agent.metrics import expose
@@ -424,7 +424,7 @@ def test_a_short_record_that_holds_very_much_is_not_read() -> None:
     """Compressed facts are short and pairs are many: what a node may say of itself must not keep the reader busy."""
     nic = facts(RdmaFacts).devices[0]
     many = changed(snapshot(), RdmaFacts, devices=tuple(replace(nic, name=f"mlx5_{n}") for n in range(300)))
-    blank = packed(" " * 2 * MOST_FACTS_BYTES)
+    blank = packed(" " * 2 * MAX_FACTS_BYTES)
     for text in (pack_facts(many), blank, "x" * 70000, packed("[" * 99)):
         record = through_the_api(replace(record_of(), facts=text))
         assert fleet_of(record).topology(record) is None
@@ -463,7 +463,7 @@ def test_the_record_holds_the_newest_and_says_so_by_its_schema() -> None:
     events = tuple(Event(at_seconds=START + i, kind="raised", text="t" * 300, code="c" * 128, subject="s" * 128)
                    for i in range(100))  # fmt: skip
     made = make_record(replace(build_view((tray,)), events=events), name="n1")
-    assert [one["at"] for one in made.changes] == [_time(START + i) for i in range(100)][-MOST_CHANGES:]
+    assert [one["at"] for one in made.changes] == [_time(START + i) for i in range(100)][-MAX_CHANGES:]
     assert len(json.dumps(made.changes)) < 24 << 10
     assert len(json.dumps(to_resource(made)[1])) < 64 << 10
 

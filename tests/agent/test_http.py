@@ -33,7 +33,7 @@ from starlette.testclient import TestClient
 from agent.base import version
 from agent.cluster.client import Client
 from agent.http.access import TokenChecker, describe_grant
-from agent.http.server import MOST_BODY_BYTES, MOST_RECORD_BYTES, MOST_WAIT_SECONDS, create
+from agent.http.server import MAX_BODY_BYTES, MAX_RECORD_BYTES, MAX_WAIT_SECONDS, create
 from agent.http.state import State
 
 rows = rows_of(__file__)
@@ -202,8 +202,8 @@ def test_readiness_waits_for_the_first_scan() -> None:
         assert running.get("/readyz").status_code == 503
         assert running.get("/readyz?wait=0.2").status_code == 503
         threading.Timer(0.3, gate.set).start()
-        assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS}").status_code == 200
-        assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS + 1}").status_code in (400, 422)
+        assert running.get(f"/readyz?wait={MAX_WAIT_SECONDS}").status_code == 200
+        assert running.get(f"/readyz?wait={MAX_WAIT_SECONDS + 1}").status_code in (400, 422)
 
 
 def test_readiness_outlasts_a_jump_of_the_clock(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_readiness_does_not_wait_for_a_scan_that_failed() -> None:
 
     with scanning(failing, every=0.05) as running:
         eventually(lambda: "driver gone" in running.get("/readyz").text, "the scan has failed")
-        assert running.get(f"/readyz?wait={MOST_WAIT_SECONDS}").status_code == 503
+        assert running.get(f"/readyz?wait={MAX_WAIT_SECONDS}").status_code == 503
         repaired.set()
         ready(running)
 
@@ -238,7 +238,7 @@ def test_the_manifests_probes_leave_a_start_its_time(overlay: str) -> None:
     assert startup["timeoutSeconds"] * startup["failureThreshold"] >= 120
     asked = urlsplit(ready["httpGet"]["path"])
     (wait,) = parse_qs(asked.query)["wait"]
-    assert asked.path == "/readyz" and 30 <= float(wait) <= MOST_WAIT_SECONDS
+    assert asked.path == "/readyz" and 30 <= float(wait) <= MAX_WAIT_SECONDS
     assert ready["timeoutSeconds"] > float(wait)
 
 
@@ -400,7 +400,7 @@ def test_an_api_server_that_hangs_stalls_only_who_brings_a_token() -> None:
             one.join()
 
 
-@each_row(("path", "most"), [("/preflight", MOST_BODY_BYTES), ("/runs", MOST_RECORD_BYTES)])
+@each_row(("path", "most"), [("/preflight", MAX_BODY_BYTES), ("/runs", MAX_RECORD_BYTES)])
 def test_bodies_of_posts_are_bounded(path, most, tmp_path):
     """413, whatever length is announced."""
     http = agent(tokens=tokens(tmp_path))

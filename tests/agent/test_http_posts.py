@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from agent.base import result_store
 from agent.cli.launch import launch
 from agent.http.access import AUDIENCE, TokenChecker
-from agent.http.server import MOST_VALUES, PostedRecord
+from agent.http.server import MAX_VALUES, PostedRecord
 from agent.http.state import State
 from contracts.run_record import RECORD_VERSION, record_of
 from planner.kubernetes import manifests
@@ -112,7 +112,7 @@ def test_a_corrupt_state_folder_is_served_without_its_bad_files(folder: Path, ca
         ({"host": ""}, "host:"), ({"host": "h" * 254}, "host:"), ({"started_at": "yesterday"}, "started_at:"),
         ({"layout": []}, "layout:"), ({"notes": ["n" * 5000]}, "notes.0:"),
         ({"step_seconds": ["1"]}, "step_seconds.0:"), ({"step_seconds": [0.1] * (STEPS + 1)}, "step_seconds:"),
-        ({"more": [0] * MOST_VALUES}, f"at most {MOST_VALUES} are allowed"),
+        ({"more": [0] * MAX_VALUES}, f"at most {MAX_VALUES} are allowed"),
         ({"data": {"name": "é" * 200_000}}, "the stored record would have more than"),
     ],
 )  # fmt: skip
@@ -228,7 +228,7 @@ def test_what_is_held_in_memory_is_bounded_in_bytes(tokens, folder, monkeypatch)
     (folder / "runs").mkdir()
     for number in range(result_store.STORED_RUNS):
         (folder / "runs" / f"{number:03d}.json").write_text(json.dumps({**RECORD, "host": f"pod-{number:03d}"}))
-    monkeypatch.setattr(result_store, "MOST_HELD_BYTES", 10 * (folder / "runs" / "000.json").stat().st_size)
+    monkeypatch.setattr(result_store, "MAX_HELD_BYTES", 10 * (folder / "runs" / "000.json").stat().st_size)
     http = agent(MACHINE, folder, tokens=tokens)
     first, second = http.get("/runs"), http.get("/runs")
     shown = {record["host"] for record in first.json()}

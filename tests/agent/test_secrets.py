@@ -26,7 +26,7 @@ from starlette.testclient import TestClient
 
 from agent.base import result_store
 from agent.cli import bundle
-from agent.cli.bundle import MOST_FILE_BYTES, Files, pack_bundle, unpack_bundle
+from agent.cli.bundle import MAX_FILE_BYTES, Files, pack_bundle, unpack_bundle
 from agent.cluster.nodes import make_record, to_resource
 from agent.http.server import create
 from agent.http.state import State
@@ -242,8 +242,8 @@ def test_what_is_no_bundle_is_named(content: bytes, tmp_path: Path) -> None:
 
 
 def test_files_are_bounded() -> None:
-    files = {"state/bench.json": b"x" * (MOST_FILE_BYTES + 1)}
-    assert len(unpack_bundle(pack_bundle({"n": files}))["n"]["state/bench.json"]) == MOST_FILE_BYTES
+    files = {"state/bench.json": b"x" * (MAX_FILE_BYTES + 1)}
+    assert len(unpack_bundle(pack_bundle({"n": files}))["n"]["state/bench.json"]) == MAX_FILE_BYTES
 
 
 # kubectl on PATH, which answers by the table that its test has written next to it.

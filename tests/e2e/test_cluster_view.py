@@ -98,13 +98,13 @@ def test_the_largest_record_is_admitted_and_a_larger_one_is_not(client: Client, 
     """The definition bounds every field; the agent stays within, so that a sick node is never too sick to be shown."""
     finding = {"code": "c" * 128, "severity": "fail", "subject": "s" * 128, "message": "m" * 512}
     largest = replace(
-        record_of(H100, node), findings=(finding,) * nodes.MOST_FINDINGS, facts="f" * nodes.MOST_FACTS_LETTERS
+        record_of(H100, node), findings=(finding,) * nodes.MAX_FINDINGS, facts="f" * nodes.MAX_FACTS_LETTERS
     )
     publisher = Publisher(client, lambda: largest)
     publisher.write(largest)
     assert from_resource(client.get(make_path(API_VERSION, PLURAL, node))).findings == largest.findings
     for more in (
-        replace(largest, findings=(finding,) * (nodes.MOST_FINDINGS + 1)), replace(largest, driver="d" * 65),
+        replace(largest, findings=(finding,) * (nodes.MAX_FINDINGS + 1)), replace(largest, driver="d" * 65),
         replace(largest, findings=({**finding, "message": "\x1b[31m"},)), replace(largest, facts="f" * 65537),
         replace(largest, facts="{}"),
         replace(largest, verdict="good"), replace(largest, links="l" * 65), replace(largest, gpus=-1),

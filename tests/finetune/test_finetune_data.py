@@ -211,7 +211,7 @@ def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
         for split, text in texts.items():
             (tmp_path / name / f"{split}.jsonl").write_text(json.dumps({"text": text}))
     code = """
-import sys; from contracts.job_config import ConfigError, JobConfig; from finetune import hub, rows; hub.MOST_BYTES = 13
+import sys; from contracts.job_config import ConfigError, JobConfig; from finetune import hub, rows; hub.MAX_BYTES = 13
 for word in sys.argv[1:]:
     name, _, split = word.partition(":")
     try:

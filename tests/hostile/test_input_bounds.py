@@ -28,7 +28,7 @@ from agent.checks.baseline import read_baseline
 from agent.checks.verdict import GateError
 from agent.cli.bundle import BundleError, unpack_bundle
 from agent.cli.main import cli
-from collectives.bench.results import MOST_RESULT_BYTES, read_result
+from collectives.bench.results import MAX_RESULT_BYTES, read_result
 from collectives.traces.rank_files import RankFileError, read as read_trace, read_state
 from collectives.traces.ras import RasError, read as read_ras
 from contracts import bounded, run_record
@@ -67,7 +67,7 @@ BOUNDS: list[tuple[str, Callable[[Path], object], type[Exception], tuple[bytes, 
     ("baseline", read_baseline, GateError, (b" " * (33 * MIB), DEEP, JUST_TOO_DEEP)),
     ("run's record", run_record.read, run_record.RecordError, (b" " * (33 * MIB), DEEP)),
     ("a verb's input", lambda path: read_input(str(path), 1000, hint=""), InputError, (b" " * 1001,)),
-    ("stored result", read_result, ValueError, (b" " * (MOST_RESULT_BYTES + 1), DEEP, JUST_TOO_DEEP)),
+    ("stored result", read_result, ValueError, (b" " * (MAX_RESULT_BYTES + 1), DEEP, JUST_TOO_DEEP)),
     ("config.json", read_model_file, ModelError, (b" " * (2 * MIB), DEEP, JUST_TOO_DEEP)),
     ("--model FILE", lambda path: Request(model=str(path)).model_spec(), RequestError, (b" " * (2 * MIB), DEEP)),
     ("job settings", read_mapping, ConfigError, (b" " * (2 * MIB), DEEP, b"a: &a x\n" + b"b: *a\n" * 20)),

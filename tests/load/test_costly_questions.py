@@ -23,7 +23,7 @@ from agent.http.worker import ProblemError, Worker
 
 pytestmark = pytest.mark.long
 
-MOST_WAITING = 8
+MAX_WAITING = 8
 LONGEST_SECONDS = 20.0  # a busy machine takes its time to start the process, which is scheduled last
 IDLE_SECONDS = 6.0
 # The agent with two endpoints and its worker with two questions more: one that has no end, and one that has an error.
@@ -47,7 +47,7 @@ from agent.http import serve
 from agent.base.options import read_snapshots
 from probes.registry import ALL
 from agent.http import server, state, worker
-shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MOST_WAITING},
+shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MAX_WAITING},
                        longest_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
 view = state.State(lambda: read_snapshots((Path(sys.argv[2]),), ALL), interval_seconds=3600)
 app = server.create(view, worker=shared)
@@ -106,7 +106,7 @@ def test_a_question_that_takes_too_long_is_ended_and_its_process_replaced(agent:
     """
     assert cheap(agent, 2) == 200
     before = worker(agent)
-    asked = [ask(agent, "/endless?number=99") for _ in range(2 * MOST_WAITING)]
+    asked = [ask(agent, "/endless?number=99") for _ in range(2 * MAX_WAITING)]
     agent.honest()
     for answer in map(read, asked):
         assert answer.startswith(b"HTTP/1.1 503 ") and b"longer than" in answer
@@ -119,7 +119,7 @@ def test_a_question_that_takes_too_long_is_ended_and_its_process_replaced(agent:
 
 def test_one_more_than_may_wait_is_told_to_come_back(agent: Served) -> None:
     """503 with Retry-After as a problem document; scrapes and probes do not wait behind questions."""
-    asked = [ask(agent, f"/endless?number={number}") for number in range(MOST_WAITING + 1)]
+    asked = [ask(agent, f"/endless?number={number}") for number in range(MAX_WAITING + 1)]
     refused = select.select(asked, [], [], 60)[0]  # whichever came last: the others have no answer yet
     assert len(refused) == 1
     answer = read(refused[0])

@@ -18,7 +18,7 @@ from scanned import scan
 from starlette.testclient import TestClient
 
 from agent.cluster.nodes import NodeRecord, make_record, to_resource
-from agent.http.server import MOST_ANSWERS, WORTH_BYTES, ResponseCache, create
+from agent.http.server import MAX_ANSWERS, WORTH_BYTES, ResponseCache, create
 from agent.http.state import State
 from agent.http.worker import Answer
 from probes.host.recording import load
@@ -71,7 +71,7 @@ def test_formats_do_not_mix(client: TestClient) -> None:
 
 def test_stored_answers_are_bounded() -> None:
     rendered, seen = ResponseCache(), view()
-    for number in range(2 * MOST_ANSWERS + 1):
+    for number in range(2 * MAX_ANSWERS + 1):
         assert rendered.get(seen, number) is None
         rendered.put(seen, number, Answer(body=b"", media_type="text/plain"))
         assert rendered.get(seen, number)

@@ -20,7 +20,7 @@ from rigs.tables import each_row, rows_of
 from scanned import scan
 
 from probes.api import Absent, Snapshot
-from probes.host.live import LINES_MAX, LiveHost, append_new_lines
+from probes.host.live import MAX_LINES, LiveHost, append_new_lines
 from probes.host.protocol import GpuHandle, Host, NvmlError
 from probes.host.recording import RecordedHost, RecordingHost, load
 from probes.pci.read import parse_config
@@ -160,8 +160,8 @@ def test_links_lead_where_the_kernel_says_and_never_out_of_the_root(tmp_path: Pa
 
 def test_lines_of_the_kernel_log_outlive_it() -> None:
     """Lines that newer ones have overwritten stay, each once, and of all lines the newest."""
-    log: deque[str] = deque(maxlen=LINES_MAX)
-    lines = [f"<4>[  {number}.0] NVRM: Xid (PCI:0000:1c:00): 31, pid={number}" for number in range(LINES_MAX + 1)]
+    log: deque[str] = deque(maxlen=MAX_LINES)
+    lines = [f"<4>[  {number}.0] NVRM: Xid (PCI:0000:1c:00): 31, pid={number}" for number in range(MAX_LINES + 1)]
     for shown in (lines[:2], lines[1:3], lines[2:], lines[2:]):
         append_new_lines(log, shown)
     assert list(log) == lines[1:]

@@ -92,7 +92,7 @@ def test_only_a_host_with_a_driver_gives_its_ranks_a_gpu(tmp_path, monkeypatch):
     assert rank_monitor._get_identity()["gpu"] == 3
 
 
-MOST_SHARE = 0.005  # of the CPU time of a rank that computes all the time
+MAX_SHARE = 0.005  # of the CPU time of a rank that computes all the time
 TRAINS = """
 import json, resource, sys, threading, time
 import torch, torch.distributed as dist
@@ -135,4 +135,4 @@ def test_the_monitor_costs_less_than_half_a_percent(tmp_path):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         share = found["monitor"] / found["all"]
         print(f"rank {rank}: {found['steps']} steps, {found['all']:.1f} CPU s, of these the monitor {share:.2%}")
-        assert 0 < share < MOST_SHARE, found
+        assert 0 < share < MAX_SHARE, found

@@ -26,9 +26,9 @@ from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, 
 
 _text = read_texts(__file__, "texts.toml")
 
-MOST_BYTES = 16 * 2**20
-_MOST_LINE = 8_192  # 256 columns of up to 16 characters, plus the prefix of a log line
-_MOST_DEVICES = 256  # the largest node on the market has 16 GPUs and 32 NICs
+MAX_BYTES = 16 * 2**20
+_MAX_LINE = 8_192  # 256 columns of up to 16 characters, plus the prefix of a log line
+_MAX_DEVICES = 256  # the largest node on the market has 16 GPUs and 32 NICs
 _WIDEST_GAP = 32  # unrelated log lines between two rows
 
 _ESCAPES = re.compile(
@@ -98,8 +98,8 @@ _Lines = list[tuple[int, str]]
 
 def parse(text: str, source: str = "text") -> NodeTopology:
     """Parse a matrix to a topology. Raises TopologyFileError."""
-    if len(text) > MOST_BYTES:
-        raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MOST_BYTES))
+    if len(text) > MAX_BYTES:
+        raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MAX_BYTES))
     if text.lstrip("\ufeff \t\r\n").startswith(("<?xml", "<system", "<!--")):
         raise TopologyFileError(source, 1, _text("xml"))
     lines = list(_split_lines(text))
@@ -120,7 +120,7 @@ def _split_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield (number, line) without decorations; line breaks inside a quoted string split its line."""
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         for part in _SPELLED_BREAK.sub("\n", line).split("\n"):
-            plain = part[:_MOST_LINE].replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r")
+            plain = part[:_MAX_LINE].replace("\xa0", " ").replace("&nbsp;", " ").rstrip("\r")
             plain = _TAGS.sub("", _ESCAPES.sub("", plain)).replace("\\t", "\t")
             yield number, _NOTES.sub("", plain.replace("|", " ").replace("**", ""))  # Markdown tables and bold text
 
@@ -142,7 +142,7 @@ def _parse_header(number: int, line: str, source: str) -> _Matrix | None:
             matrix.devices.append(word[0])
             matrix.sure = matrix.sure and _is_surely_a_device(word[0])
     names = matrix.devices
-    return matrix if len(names) <= _MOST_DEVICES and len(set(names)) == len(names) else None
+    return matrix if len(names) <= _MAX_DEVICES and len(set(names)) == len(names) else None
 
 
 def _is_surely_a_device(word: str) -> bool:

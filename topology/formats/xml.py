@@ -306,9 +306,9 @@ def _build_nic(node: PciDevice, nets: list[Element], numa: int) -> NicNode:
     )
 
 
-MOST_CHARACTERS = 16 * 2**20
+MAX_CHARACTERS = 16 * 2**20
 _DEEPEST = 64  # real PCIe trees have fewer than ten levels
-_MOST_ELEMENTS = 200_000
+_MAX_ELEMENTS = 200_000
 
 
 @dataclass(slots=True)
@@ -327,8 +327,8 @@ class Element:
 
 def read_tree(text: str, source: str) -> Element:
     """Parse the XML and return the root element. Raises TopologyFileError."""
-    if len(text) > MOST_CHARACTERS:
-        raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MOST_CHARACTERS))
+    if len(text) > MAX_CHARACTERS:
+        raise TopologyFileError(source, 1, _text("characters", count=len(text), most=MAX_CHARACTERS))
     text = text.removeprefix("\ufeff")
     head, end, _ = text.partition("</system>")
     if (copies := text.count("</system>")) > 1:
@@ -348,8 +348,8 @@ def read_tree(text: str, source: str) -> Element:
         nonlocal count
         count += 1
         line = parser.CurrentLineNumber
-        if len(above) > _DEEPEST or count > _MOST_ELEMENTS:
-            raise TopologyFileError(source, line, _text("deep", levels=_DEEPEST, elements=_MOST_ELEMENTS))
+        if len(above) > _DEEPEST or count > _MAX_ELEMENTS:
+            raise TopologyFileError(source, line, _text("deep", levels=_DEEPEST, elements=_MAX_ELEMENTS))
         above.append(Element(tag, attributes, line))
         above[-2].children.append(above[-1])
 

@@ -28,10 +28,10 @@ from typing import Any
 
 FILES = ("agent/jobs/autostart/sitecustomize.py", "finetune/rank_monitor.py")
 REPORT = "left."  # name of the report, followed by the rank
-MOST_STEPS = 4096  # number of step times stored
+MAX_STEPS = 4096  # number of step times stored
 _TOP = Path(__file__).resolve().parents[3]
-_MOST_ERROR = 2000  # characters
-_MOST_SECONDS = 10.0  # longest wait for idle threads
+_MAX_ERROR = 2000  # characters
+_MAX_SECONDS = 10.0  # longest wait for idle threads
 _LOOK_SECONDS = 0.02
 _IDLE_LOOKS = 3  # consecutive checks: a thread that waits for the GIL has it by then
 
@@ -98,7 +98,7 @@ def _gloo_works() -> bool:
 
 def wait_for_gloo() -> None:
     """Wait until gloo's threads are idle, in a process that has loaded torch."""
-    idle, until = 0, time.monotonic() + _MOST_SECONDS
+    idle, until = 0, time.monotonic() + _MAX_SECONDS
     while "torch" in sys.modules and idle < _IDLE_LOOKS and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
         idle = 0 if _gloo_works() else idle + 1
@@ -129,7 +129,7 @@ class StepRecorder:
         self.first = self.first or id(optimizer)
         if id(optimizer) == self.first:
             self.steps += 1
-            if len(self.ends) <= MOST_STEPS:
+            if len(self.ends) <= MAX_STEPS:
                 self.ends.append(time.perf_counter())
 
     def record_exit(self, status: object = None, /) -> None:
@@ -148,7 +148,7 @@ class StepRecorder:
         report = {
             "steps": self.steps, "seconds": [self.ends[i] - self.ends[i - 1] for i in range(1, len(self.ends))],
             "memory_bytes": memory, "rss_peak_bytes": _resident("VmHWM"),
-            "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MOST_ERROR]}",
+            "error": None if error is None else f"{type(error).__name__}: {str(error)[:_MAX_ERROR]}",
         }  # fmt: skip
         with contextlib.suppress(OSError):  # without it the record contains less
             self.path.write_text(json.dumps(report), encoding="utf-8")
