@@ -85,7 +85,7 @@ def zip_files(
         raw: The archive.
         limit_bytes: Most bytes of all files together, unpacked.
         file_limit_bytes: Most bytes of one file, unpacked.
-        wanted: Which names are read into memory.
+        is_wanted: Whether the file of this name is read into memory.
 
     Raises:
         TooLargeError: There are too many files, or one or all of them are too large.

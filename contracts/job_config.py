@@ -228,8 +228,8 @@ def parse_config(
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
             reason = f"settings of {min(found.values(), key=len)}: {', '.join(found)}"  # some are of several methods
             raise ConfigError(f"only supervised fine-tuning (SFT) is supported; {reason}")
-        first_unknown, more = unknown[: trl.MAX_LISTED], unknown[trl.MAX_LISTED :]
-        listed = ", ".join(f"{name!r}{trl.hint(name, settings)}" for name in first_unknown)
+        head, more = unknown[: trl.MAX_LISTED], unknown[trl.MAX_LISTED :]
+        listed = ", ".join(f"{name!r}{trl.hint(name, settings)}" for name in head)
         refused[f"unknown setting{'s' * (len(unknown) > 1)} {listed}{f' and {len(more)} more' if more else ''}"] = None
     for member in trl.option_names()["switch"]:
         attempt(trl.set_switch, member, flat, layout)

@@ -269,8 +269,8 @@ class FailedRank(NamedTuple):
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""
-    return [FailedRank(int(rank), int(code) if code else None, time, host, int(pid) if pid else None)
-            for time, host, rank, code, pid in _FAILED_RANK.findall(log)]  # fmt: skip
+    return [FailedRank(int(rank), int(code) if code else None, moment, host, int(pid) if pid else None)
+            for moment, host, rank, code, pid in _FAILED_RANK.findall(log)]  # fmt: skip
 
 
 def find_first_failed(log: str) -> FailedRank | None:

@@ -213,12 +213,12 @@ def set_sharding(flat: Mapping[str, Any], options: Mapping[str, Any], layout: di
         note(sharding)
 
 
-def _set_fsdp_defaults(names_of_words: Mapping[str, str], layout: dict[str, Any]) -> None:
+def _set_fsdp_defaults(word_names: Mapping[str, str], layout: dict[str, Any]) -> None:
     """Set what no option says. ZeRO stage 3 always gathers weights again in the backward pass."""
     defaults: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1}
     if layout["sharding"] == "zero3":
-        if names_of_words.get("full_shard", "").startswith("deepspeed."):
-            put(layout, "reshard_after_forward", True, names_of_words["full_shard"])
+        if word_names.get("full_shard", "").startswith("deepspeed."):
+            put(layout, "reshard_after_forward", True, word_names["full_shard"])
         defaults |= {"reshard_after_forward": True, "offload": "none"}
         if "dp_shard" not in layout:
             defaults["dp_replicate"] = 1

@@ -26,14 +26,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Check before merge keys are resolved, because a key of the mapping may override a merged one."""
         node = super().compose_mapping_node(anchor)
-        lines_of_keys: dict[str, int] = {}
+        key_lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
             line = key.start_mark.line + 1
-            if key.value in lines_of_keys:
-                raise YamlTextError(f"{key.value!r} occurs twice, in lines {lines_of_keys[key.value]} and {line}")
-            lines_of_keys[key.value] = line
+            if key.value in key_lines:
+                raise YamlTextError(f"{key.value!r} occurs twice, in lines {key_lines[key.value]} and {line}")
+            key_lines[key.value] = line
         return node
 
 

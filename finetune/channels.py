@@ -173,9 +173,9 @@ def read_gloo_connections() -> dict[tuple[End, End], str]:
         return {}
     interfaces: dict[str, list[str]] = {}
     for name, addresses in interface_addresses.items():
-        for address in addresses:
-            if address.family.name in ("AF_INET", "AF_INET6"):
-                interfaces.setdefault(_plain(address.address), []).append(name)
+        for entry in addresses:
+            if entry.family.name in ("AF_INET", "AF_INET6"):
+                interfaces.setdefault(_plain(entry.address), []).append(name)
     store = int(os.environ.get("MASTER_PORT") or 0)
     connections: dict[tuple[End, End], str] = {}
     for seen in sockets:

@@ -261,8 +261,8 @@ class Engine:
             if tokens is not None:
                 loss = torch.empty(1, device="meta", requires_grad=True)
                 shapes = {
-                    "input_args": tokens if chunk.first else self._make_passed(tokens),
-                    "output_args": loss if chunk.last else self._make_passed(tokens),
+                    "input_args": tokens if chunk.first else self._make_stage_output(tokens),
+                    "output_args": loss if chunk.last else self._make_stage_output(tokens),
                 }
             stages.append(PipelineStage(module, number, total, self.device, group=self.pipeline, **shapes))
         options: Any = {
@@ -312,7 +312,7 @@ class Engine:
             total = torch.stack([self.modules[0](b.tokens, b.positions, b.labels, b.packed).sum() for b in moved]).sum()
         return total if self.counts_loss else total * 0
 
-    def _make_passed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _make_stage_output(self, tokens: torch.Tensor) -> torch.Tensor:
         """What one stage hands to the next: hidden states, split where sequence parallelism splits them."""
         width, stored = self.width
         low = torch.bfloat16 if self.layout.precision == "bf16" else stored

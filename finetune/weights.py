@@ -121,7 +121,7 @@ def plain_name(name: str) -> str:
 
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
 def place(p: torch.Tensor, read_part: Callable[[Part], torch.Tensor]) -> None:
-    """Copy this rank's part of a value, which `read` returns. A rank without a part reads nothing."""
+    """Copy this rank's part of a value, which `read_part` returns. A rank without a part reads nothing."""
     local, offsets, sizes = p, torch.Size([0] * p.ndim), p.shape
     if isinstance(p, DTensor):
         (chunk,) = p.__create_chunk_list__()  # as torch.distributed.checkpoint asks for a rank's part

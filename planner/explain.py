@@ -126,7 +126,7 @@ def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
             volume = f", {sent / GIGA:.3g} GB per rank and step" if sent else ""
             detail += f"; {'exposed, ' if name in COMMUNICATION else ''}over {link}{volume}"
         time_parts.append(Part(name=name, value=seconds * planned.scale, detail=detail))
-    held = ((name, value) for name, value in memory._asdict().items() if value > 0)
+    nonzero = ((name, value) for name, value in memory._asdict().items() if value > 0)
     tokens = layout.global_batch * job.real_tokens(layout.micro_batch)
     sigma = base_sigma(job, calibrated=planned.calibrated)
     sigmas = sigmas_of_rates(job, layout, parts, host_measured=planned.calibrated)
@@ -135,7 +135,7 @@ def forecast_of(planned: Planned, candidate: Candidate) -> Forecast:
         step_seconds=over_unknown_network(job, layout, interval(candidate.seconds, faster, slower)),
         memory_bytes=memory_interval(job, memory.total),
         time_parts=tuple(time_parts),
-        memory_parts=tuple(Part(name=name, value=value, detail=_MEMORY[name]) for name, value in held),
+        memory_parts=tuple(Part(name=name, value=value, detail=_MEMORY[name]) for name, value in nonzero),
         dominant=describe_dominant(parts, job.links, layout),
         tokens_per_second=tokens / candidate.seconds,
         tokens_per_second_per_rank=tokens / candidate.seconds / layout.world_size,

@@ -330,7 +330,7 @@ def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
 def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     """Forecast one given layout, even if it would not be chosen.
 
-    `why` names the first violated rule, or how much memory is missing.
+    The result's `why` names the first violated rule, or how much memory is missing.
     """
     candidate, budget = planned.candidate(layout), planned.budget
     needs = candidate.memory.total

@@ -48,7 +48,7 @@ def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
     yield from _check_tensors(job, layout)
     yield from _check_rows(job, layout)
     yield from _check_model(job, layout)
-    if lacks := find_lack(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
+    if lacks := explain_lack(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
         yield "engine-runs", lacks
     if exceeds := _exceeds_host_memory(job, layout):
         yield "host-memory-holds", exceeds
@@ -146,7 +146,7 @@ def _check_model(job: Job, layout: Layout) -> Broken:
         yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
 
 
-def find_lack(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
+def explain_lack(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
     """Return what the engine lacks to run a layout with this method."""
     name, can = engine.name, engine.can
     if not has_gpu and engine.without_gpu is not None:
@@ -325,7 +325,7 @@ def _list_powers(limit: int) -> list[int]:
 
 
 def _list_shardings(job: Job, dp: int, in_node: int, requested: object) -> Iterator[tuple[Sharding, int, int, bool]]:
-    """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward); groups of the `named` size if it is given."""
+    """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward); groups of the `requested` size if given."""
     can = job.engine.can
     if dp == 1:
         yield "zero3" if "zero3" in can else "ddp", 1, 1, True
@@ -410,7 +410,7 @@ def usual_options(job: Job, tp: int, precision: Precision) -> dict[str, Any]:
 
 
 def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
-    """Forecast every allowed layout among those with the field values in `named`; other fields are chosen as usual.
+    """Forecast every allowed layout among those with the field values in `fixed`; other fields are chosen as usual.
 
     By default these are the values in the job's settings. If `surely` is False, layouts are included whose memory only
     may fit.

@@ -84,9 +84,9 @@ def _check_nvlink_missing(node: NodeTopology) -> Iterator[Finding]:
     if not any(pair.nvlinks for pair in pairs) or not (_count_switch_links(node) or (row and row.all_to_all)):
         return
     for gpu in (gpu for gpu in node.gpus if gpu.usable):
-        of_gpu = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
-        if of_gpu and not any(pair.nvlinks for pair in of_gpu):
-            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _format_pairs(of_gpu[:3]))
+        gpu_pairs = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
+        if gpu_pairs and not any(pair.nvlinks for pair in gpu_pairs):
+            yield finding(TEXTS, "topology.nvlink.missing", None, gpu.name, _format_pairs(gpu_pairs[:3]))
 
 
 def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
@@ -95,13 +95,13 @@ def _check_nvlink_asymmetric(node: NodeTopology) -> Iterator[Finding]:
         yield from _check_bridges([pair for pair in pairs if pair.nvlinks])
         return
     for gpu in node.gpus:
-        of_gpu = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
-        linked = [pair for pair in of_gpu if pair.nvlinks]
+        gpu_pairs = [pair for pair in pairs if gpu.name in (pair.a, pair.b)]
+        linked = [pair for pair in gpu_pairs if pair.nvlinks]
         count = max((pair.nvlinks + pair.nvlinks_unread for pair in linked), default=0)
         if linked and max(gpu.count_nvlinks("nvswitch"), count) < full:
             highest = max(pair.nvlinks for pair in linked)
             warnings = [warning for warning in node.warnings if gpu.name in warning.split()]
-            evidence = (*_format_pairs(of_gpu[:2]), *warnings[:2])
+            evidence = (*_format_pairs(gpu_pairs[:2]), *warnings[:2])
             status = by_loss(1.0 - highest / full)
             yield finding(TEXTS, "topology.nvlink.asymmetric", status, gpu.name, evidence, most=highest, full=full)
 

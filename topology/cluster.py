@@ -61,8 +61,8 @@ def _find_rate_between(models: Sequence[NodeTopology], transport: str | None) ->
         return None
     by_nvlink = transport == "nvlink"
     rates = [plan_node(node)[0] if by_nvlink else _compute_node_rate(node, transport) for node in models]
-    given = [rate for rate in rates if rate is not None]
-    return min(given) if len(given) == len(rates) else None
+    known_rates = [rate for rate in rates if rate is not None]
+    return min(known_rates) if len(known_rates) == len(rates) else None
 
 
 def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
@@ -73,5 +73,5 @@ def _compute_node_rate(node: NodeTopology, transport: str) -> float | None:
         known_plans = [plan for plan in plans if plan]
         return len(plans) * min(known_plans) if len(known_plans) == len(plans) else None
     rates = [usable_rate(nic, node.gpus) for nic in nics]
-    given = [rate for rate in rates if rate is not None]
-    return sum(given) if given and len(given) == len(rates) else None
+    known_rates = [rate for rate in rates if rate is not None]
+    return sum(known_rates) if known_rates and len(known_rates) == len(rates) else None

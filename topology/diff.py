@@ -295,8 +295,8 @@ def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = (
     differences = []
     for key in dict.fromkeys((*a, *b)):
         first, second = a.get(key), b.get(key)
-        others = key[1] in IDENTIFIERS and alike[key[1], True] <= alike[key[1], False]
-        if others or (first and second and first.value == second.value):
+        is_other = key[1] in IDENTIFIERS and alike[key[1], True] <= alike[key[1], False]
+        if is_other or (first and second and first.value == second.value):
             continue
         if (first is None or second is None) and not _is_relevant(key, gone):
             continue
@@ -375,7 +375,7 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, by_snapshot, strict=True))
     models = [Counter(trait.value for trait in aliases.values() if trait.what == "model") for _, aliases in nodes]
-    kinds = [found.most_common(1)[0][0] if found else None for found in models]
+    kinds = [counts.most_common(1)[0][0] if counts else None for counts in models]
     sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
     families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)

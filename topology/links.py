@@ -47,7 +47,7 @@ def count_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
 def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
     """Return the pair of two GPUs with `count` NVLinks, plus up to `unread`; the slower generation sets the rate."""
     speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
-    given = [speed for speed in speeds if speed is not None]
+    known_speeds = [speed for speed in speeds if speed is not None]
     return Pair(
         a=a.name,
         b=b.name,
@@ -55,7 +55,7 @@ def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0
         path=PathClass.NVL,
         nvlinks=count,
         nvlinks_unread=unread,
-        bytes_per_second=count * min(given) if len(given) == len(speeds) else None,
+        bytes_per_second=count * min(known_speeds) if len(known_speeds) == len(speeds) else None,
         evidence=evidence,
     )
 

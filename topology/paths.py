@@ -414,15 +414,15 @@ def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode],
     near = {nic for each in nearest if bar == CURRENT or not each.why for nic in each.nics}
     used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
     rates = [usable_rate(nic, gpus) if bar == CURRENT else _find_best_rate(nic, offered, gpus) for nic in used]
-    given = [rate for rate in rates if rate is not None]
-    if not given or len(given) < len(rates):
+    known_rates = [rate for rate in rates if rate is not None]
+    if not known_rates or len(known_rates) < len(rates):
         return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
-    text = f"{len(used)} {used[0].kind} devices carry {gigabytes(sum(given))} together"
+    text = f"{len(used)} {used[0].kind} devices carry {gigabytes(sum(known_rates))} together"
     if name == "sockets":
-        return name, between(min(given), sum(given)), (f"{text}; NCCL chooses which of them it takes",)
+        return name, between(min(known_rates), sum(known_rates)), (f"{text}; NCCL chooses which of them it takes",)
     # one GPU with a far NIC sends through another GPU; if most NICs are far, the board was designed so
     far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
-    return (f"{name} without GPUDirect" if far else name), span(sum(given)), (text,)
+    return (f"{name} without GPUDirect" if far else name), span(sum(known_rates)), (text,)
 
 
 def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:

@@ -471,7 +471,7 @@ def adapt_to_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bo
             facts = snapshot.facts(InterfacesFacts)
             for link in facts.interfaces if facts else ():
                 roles.setdefault(link.name, set()).add(link.role)
-    inside = {name for name, roles_of_name in roles.items() if roles_of_name <= POD_ROLES}
+    inside = {name for name, its_roles in roles.items() if its_roles <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
     hosts = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
     settings, notes = [], []

@@ -79,17 +79,17 @@ def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = 
 
     Raises RequestError that names the file or argument.
     """
-    texts_of_overrides = list(overrides)
-    for word in texts_of_overrides:
+    override_texts = list(overrides)
+    for word in override_texts:
         split_pair("--set", word)
-    option = f"--config {config}{' with --set' * bool(texts_of_overrides)}:" if config else "--set"
+    option = f"--config {config}{' with --set' * bool(override_texts)}:" if config else "--set"
     try:
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
     only_trl: dict[str, None] = {}
     try:
-        raw = with_overrides(raw, texts_of_overrides)
+        raw = with_overrides(raw, override_texts)
         job_config, explicit, notes = parse_config(raw, None if trainer == OURS else only_trl)
         dump_plan(JobPlan(config=job_config))  # reject settings that no rank could read before any rank starts
     except ConfigError as error:

@@ -59,10 +59,10 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
 
 
-def make_table(rows_of_table: Grid) -> Table:
+def make_table(content: Grid) -> Table:
     """Convert a grid to the table that the terminal prints."""
-    result = table(*rows_of_table.columns)
-    for row in rows_of_table.rows:
+    result = table(*content.columns)
+    for row in content.rows:
         result.add_row(*map(escape, row))
     return result
 

@@ -122,7 +122,7 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
 
 
 def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, label: str = "") -> None:
-    """Write a file that the user requested, atomically. ClickException gives `named` or the path, and the reason."""
+    """Write a file that the user requested, atomically. ClickException gives `label` or the path, and the reason."""
     try:
         write_atomic(path, content, mode)
     except OSError as error:

@@ -24,9 +24,9 @@ _SIZES_BY_LOWER = {unit.lower(): scale for unit, scale in SIZES.items()}
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
 
 
-def count(number: int, singular: str, many: str = "") -> str:
+def count(number: int, singular: str, plural: str = "") -> str:
     """Format a number with its noun: "1 check", "2 checks"."""
-    return f"{number} {singular if number == 1 else many or singular + 's'}"
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
 
 
 def tally(counts: Mapping[str, int]) -> str:

@@ -102,29 +102,29 @@ def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> t
     """
     now = {snapshot.hostname: facts for snapshot in snapshots if (facts := snapshot.facts(PciFacts))}
     alias = _match_single_node(now, baseline.buses)
-    found = []
+    findings = []
     for node, facts in now.items():
         before = baseline.buses.get(alias.get(node, node))
-        for key, words, listed in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
-            earlier = {device.bus_id for device in listed(before)} if before else set()
-            have = {device.bus_id for device in listed(facts)}
+        for key, words, list_devices in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
+            earlier = {device.bus_id for device in list_devices(before)} if before else set()
+            have = {device.bus_id for device in list_devices(facts)}
             if len(have) < len(earlier):
                 lost = ", ".join(sorted(earlier - have))
-                found.append(make_finding(
+                findings.append(make_finding(
                     f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(earlier)}", have=len(have), had=len(earlier),
                     words=f"{words}{'' if len(have) == 1 else 's'}", one=words, lost=lost,
                 ))  # fmt: skip
-    return tuple(found)
+    return tuple(findings)
 
 
 def _select_worst(checks: Iterable[Mapping[str, Any]]) -> dict[Key, Status]:
-    held: dict[Key, Status] = {}
+    worst: dict[Key, Status] = {}
     for check in checks:
         key = str(check["code"]), str(check["node"]), str(check["subject"])
         if check["status"] not in ORDER:
             raise ValueError(f"status {check['status']!r}: must be one of {', '.join(ORDER)}")
-        held[key] = min(check["status"], held.get(key, check["status"]), key=ORDER.index)
-    return held
+        worst[key] = min(check["status"], worst.get(key, check["status"]), key=ORDER.index)
+    return worst
 
 
 def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Status]) -> tuple[Finding, ...]:
@@ -149,27 +149,27 @@ def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Stat
     return tuple(map(judged, checks))
 
 
-def make_baseline_bar(then: float, *more: str) -> Bar:
+def make_baseline_bar(rate: float, *more: str) -> Bar:
     """Return the bar for a baseline value, in bytes/s."""
-    why = (f"the baseline measured {units.rate(then)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
+    reasons = (f"the baseline measured {units.rate(rate)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
     return Bar(
-        name=BASELINE, low=BASELINE_LEAST * then, typical=then, high=then / BASELINE_LEAST, why=(*why, *more)
+        name=BASELINE, low=BASELINE_LEAST * rate, typical=rate, high=rate / BASELINE_LEAST, why=(*reasons, *more)
     )  # fmt: skip
 
 
 def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:
     """Add a bar from the baseline before the other bars of each measurement, at the largest size that both have."""
-    known = [m for m in result.measurements if before.get(_get_key(m))]
-    largest = {(m.op, len(m.ranks)): m.bytes for m in sorted(known, key=lambda m: m.bytes)}
-    made = []
+    shared = [m for m in result.measurements if before.get(_get_key(m))]
+    largest = {(m.op, len(m.ranks)): m.bytes for m in sorted(shared, key=lambda m: m.bytes)}
+    measurements = []
     for m in result.measurements:
-        if m in known and largest[m.op, len(m.ranks)] == m.bytes:
-            then = before[_get_key(m)]
-            bar = make_baseline_bar(then)
-            rest = tuple(each for each in m.bars if each.name != BASELINE)
-            m = replace(m, bars=(bar, *rest), expected_busbw_bytes_per_second=then, expectation=bar.why)
-        made.append(m)
-    return replace(result, measurements=tuple(made))
+        if m in shared and largest[m.op, len(m.ranks)] == m.bytes:
+            rate = before[_get_key(m)]
+            bar = make_baseline_bar(rate)
+            others = tuple(each for each in m.bars if each.name != BASELINE)
+            m = replace(m, bars=(bar, *others), expected_busbw_bytes_per_second=rate, expectation=bar.why)
+        measurements.append(m)
+    return replace(result, measurements=tuple(measurements))
 
 
 def _get_key(m: Measurement) -> tuple[str, int, int, str]:

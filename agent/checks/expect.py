@@ -174,7 +174,7 @@ def _is_absent(snapshot: Snapshot, name: str) -> bool:
 # GPUs --------------------------------------------------------------------------------------------------------------
 
 
-def _list_answering(snapshot: Snapshot) -> list[Gpu]:
+def _list_answering_gpus(snapshot: Snapshot) -> list[Gpu]:
     facts = snapshot.facts(GpuFacts)
     return [gpu for gpu in facts.gpus if gpu.error is None] if facts else []
 
@@ -184,7 +184,7 @@ def _count_gpus(snapshot: Snapshot) -> int | None:
     facts = snapshot.facts(GpuFacts)
     if facts is None or facts.driver_error:
         return 0 if _is_absent(snapshot, "gpu") else None
-    count, (visible, _) = len(_list_answering(snapshot)), count_visible_gpus(facts)
+    count, (visible, _) = len(_list_answering_gpus(snapshot)), count_visible_gpus(facts)
     return count if visible is None else min(count, visible)
 
 
@@ -197,7 +197,7 @@ def _check_gpus(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpec
 def _check_gpu_model(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:
     """Compare whole words of the model name: L40 does not match L40S."""
     pattern = re.compile(rf"(?<![a-z0-9]){re.escape(expected.value)}(?![a-z0-9])", re.IGNORECASE)
-    models = [gpu.name for gpu in _list_answering(snapshot)]
+    models = [gpu.name for gpu in _list_answering_gpus(snapshot)]
     odd = [model for model in models if not pattern.search(model or "")]
     unknown = _count_gpus(snapshot) is None or (not all(models) and not any(odd))
     met = None if unknown else bool(models) and not odd

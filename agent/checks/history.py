@@ -172,8 +172,8 @@ class History:
                 if tracked.raised:
                     self._add_event(now, "cleared", tracked.checks[0].message, *key)
 
-    def _add_event(self, seconds: float, kind: Any, text: str, code: str = "", subject: str = "") -> None:
-        self._events.append(Event(at_seconds=seconds, kind=kind, text=text, code=code, subject=subject))
+    def _add_event(self, at_seconds: float, kind: Any, text: str, code: str = "", subject: str = "") -> None:
+        self._events.append(Event(at_seconds=at_seconds, kind=kind, text=text, code=code, subject=subject))
 
 
 def _classify_change(difference: Difference) -> str:

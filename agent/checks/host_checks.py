@@ -260,8 +260,8 @@ def _add_gpu_name(check: Finding, names: Mapping[str, str]) -> Finding:
 
 def add_rising_counters(checks: Sequence[Finding], earlier: Sequence[Snapshot], now: Snapshot) -> tuple[Finding, ...]:
     """Add checks of counters that rose since earlier scans; without an earlier scan these checks are unknown."""
-    of_host = (old for old in earlier if old.hostname == now.hostname)
-    past = [old for old in of_host if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
+    same_host = (old for old in earlier if old.hostname == now.hostname)
+    past = [old for old in same_host if old.taken_at_seconds < now.taken_at_seconds]  # a replayed recording is one scan
     if not past:
         reason = "needs two scans: a single one shows totals since the driver was loaded, not what rises"
         return tuple(
@@ -286,6 +286,6 @@ def check_environment(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, 
             from planner.lint.machine import machine_of
             from planner.lint.script import NamedEnvironment
 
-            environment_of_process = NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=environment)
-            findings += lint(environment_of_process, machine=machine_of(snapshot, node))
+            process_environment = NamedEnvironment(source=f"{snapshot.hostname} {source}", environment=environment)
+            findings += lint(process_environment, machine=machine_of(snapshot, node))
     return with_passes(snapshot.hostname, findings, ENVIRONMENT_CODES)

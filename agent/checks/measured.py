@@ -237,7 +237,7 @@ def _format_lines(proof: Iterable[Any]) -> tuple[str, ...]:
 
 
 def check_run(record: RunRecord | None, node: str, reason: str) -> tuple[Finding, ...]:
-    """Return the checks of a run; `why` says why there is no record."""
+    """Return the checks of a run; `reason` says why there is no record."""
     if record is None:
         return (make_finding("run.failed none", node, why=reason), *make_unmeasured(RUN_CODES[1:], reason))
     ended = "run.failed pass" if record.status == "complete" else "run.failed"

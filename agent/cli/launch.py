@@ -103,8 +103,8 @@ def _launch_on_cluster(
         advice = cluster_job.without_compute_domain(advice)
     spec = cluster_job.build_spec(advice, options)
     plan = cluster_job.build_plan(advice, options, snapshots)
-    documents_of_job = cluster_job.build_documents(spec, options["api"], plan)
-    documents = (*cluster_job.build_claim(options), *documents_of_job)
+    job_documents = cluster_job.build_documents(spec, options["api"], plan)
+    documents = (*cluster_job.build_claim(options), *job_documents)
     if options["with_network"]:
         network = networks.from_snapshots(snapshots, namespace=spec.namespace, host_mofed=options["host_mofed"])
         documents = (*networks.network(network), *documents)

@@ -91,13 +91,13 @@ def render_github(report: Report) -> str:
     levels = {"fail": "error", "warn": "warning"}
     aside = describe_unchecked_gpus(report.checks)
     lines = [f"::notice title=preflight::{_escape_command(aside)}\n"] if aside else []
-    several = len({check.node for check in report.checks if check.node}) > 1
+    several_nodes = len({check.node for check in report.checks if check.node}) > 1
     for group in group_findings(report.checks):
         unmeasured = group.status == "unknown" and group.required
         for check in group.checks[:1] if unmeasured else group.checks:  # one annotation per reason
             level = "error" if unmeasured else levels.get(check.status)
             if level:
-                parts = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * several)
+                parts = (group.title if unmeasured else check.code, check.subject, f"on {check.node}" * several_nodes)
                 title = _escape_command(" ".join(filter(None, parts)), attribute=True)
                 text = _escape_command(". ".join(filter(None, (check.message.rstrip("."), check.remedy))))
                 lines.append(f"::{level} title={title}::{text}\n")

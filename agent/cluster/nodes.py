@@ -238,7 +238,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def clean(text: str, limit: int = MAX_LETTERS) -> str:
-    """Remove secrets and control characters from a text of the host, and cut it to `most` characters."""
+    """Remove secrets and control characters from a text of the host, and cut it to `limit` characters."""
     return _CONTROL.sub("?", redact(text[: 2 * limit])[:limit])
 
 

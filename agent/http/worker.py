@@ -75,7 +75,7 @@ class ProblemError(Exception):
         self.more = members
 
 
-def _make_busy(detail: str) -> ProblemError:
+def _make_busy_error(detail: str) -> ProblemError:
     return ProblemError(503, detail, headers={"Retry-After": "5"})
 
 
@@ -175,7 +175,7 @@ class Worker:
         job = self._jobs.get(key)
         if job is None:
             if self._stopping or len(self._jobs) >= self._most:
-                raise _make_busy(f"{self._most} such requests are already waiting")
+                raise _make_busy_error(f"{self._most} such requests are already waiting")
             job = self._jobs[key] = _Job(name=name, given=arguments, view=view)
             job.answered = self._thread.submit(self._serve, job)
             job.answered.add_done_callback(lambda _: self._jobs.pop(key, None))
@@ -186,9 +186,9 @@ class Worker:
         try:
             while not (await asyncio.wait((answered,), timeout=_LOOK_SECONDS))[0]:
                 if await request.is_disconnected() or time.monotonic() > until:
-                    raise _make_busy("the requests before this one took too long")
+                    raise _make_busy_error("the requests before this one took too long")
             if answered.cancelled():
-                raise _make_busy("the agent ends")
+                raise _make_busy_error("the agent ends")
             return answered.result()
         finally:
             job.waiting -= 1
@@ -208,7 +208,7 @@ class Worker:
             if self._process is None or self._process.has_ended():
                 self._process = _Process(self._command, self._idle)
             if self._stopping:
-                raise _make_busy("the agent ends")
+                raise _make_busy_error("the agent ends")
             return self._process.ask(job, self._longest)
         except ProblemError:
             raise
@@ -217,9 +217,9 @@ class Worker:
             if process is not None:
                 process.kill()
             if isinstance(error, TimeoutError):
-                raise _make_busy(str(error)) from None
+                raise _make_busy_error(str(error)) from None
             log.warning("the worker process has ended: %r", error)
-            raise _make_busy("the worker process has ended: send the request again") from None
+            raise _make_busy_error("the worker process has ended: send the request again") from None
 
 
 # The process: it answers one question at a time, from data sent to it. Each question is a function of the known data

@@ -187,8 +187,8 @@ def make_expect(snapshots: Sequence[Snapshot]) -> Expect | None:
         return None
 
     def bars(op: str, size_bytes: int, hello: Sequence[Mapping[str, Any]]) -> tuple[Bar, ...]:
-        nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # the speed of gloo depends on the CPU
-        if op not in JUDGED_OPS or len(hello) < 2 or not nccl:
+        uses_nccl = bool(hello) and "nccl" in (hello[0].get("versions") or {})  # the speed of gloo depends on the CPU
+        if op not in JUDGED_OPS or len(hello) < 2 or not uses_nccl:
             return ()
         return tuple(_make_bar(name, op, size_bytes, hello) for name in BARS)
 
@@ -335,8 +335,8 @@ def _make_port_bars(
 ) -> tuple[Bar, ...]:
     """Return both bars: HEALTHY (rate of the fastest equal port here, PCIe slot) and CURRENT (own rate, PCIe link)."""
     if device.kind == "rxe":
-        reason = ("Soft-RoCE moves data through the CPU, so its rate is no reference; use --baseline",)
-        return (Bar(name=HEALTHY, why=reason), Bar(name=CURRENT, why=reason))
+        reasons = ("Soft-RoCE moves data through the CPU, so its rate is no reference; use --baseline",)
+        return (Bar(name=HEALTHY, why=reasons), Bar(name=CURRENT, why=reasons))
     slot = nic.pcie_bytes_per_second if nic else None
     running = (nic.pcie_running_bytes_per_second or slot) if nic else None
     due = max((max(p.rate_bytes_per_second or 0.0, p.rate_max_bytes_per_second or 0.0) for p in equals), default=0.0)

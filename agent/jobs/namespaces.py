@@ -147,7 +147,7 @@ def _import_modules() -> None:
 
 
 def fork_rank(
-    module: str, arguments_of_module: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path
+    module: str, module_arguments: Sequence[str], environment: Mapping[str, str], pid: int, host: str, log: Path
 ) -> ForkProcess:
     """Start a rank, which runs `main(words)` of a module.
 
@@ -169,7 +169,7 @@ def fork_rank(
             if libc.setns(network.fileno(), _NEW_NET) or libc.unshare(_NEW_UTS):
                 raise OSError(ctypes.get_errno(), f"network namespace of process {pid}")
         socket.sethostname(host)
-        sys.exit(importlib.import_module(module).main(arguments_of_module))
+        sys.exit(importlib.import_module(module).main(module_arguments))
 
     rank = multiprocessing.get_context("fork").Process(target=run_rank, daemon=True)
     rank.start()

@@ -233,7 +233,7 @@ def wrap_manifest(text: str, snapshots: Sequence[Snapshot], options: Mapping[str
                 gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
                 annotations=format_forecast(advice),
             ))  # fmt: skip
-        wrapped, of_wrap = wrap(text, additions)
+        wrapped, wrap_notes = wrap(text, additions)
         notes += note_others(manifest)
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
         template = isinstance(error, YamlTextError) and "{{" in text
@@ -242,7 +242,7 @@ def wrap_manifest(text: str, snapshots: Sequence[Snapshot], options: Mapping[str
         # a user's manifest can have any YAML type in place of the type of the API
         raise InputError(f"the manifest does not have the structure of its kind: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
-    return wrapped, list(dict.fromkeys([*notes, *of_wrap]))
+    return wrapped, list(dict.fromkeys([*notes, *wrap_notes]))
 
 
 def advise_job(job: Job, snapshots: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:

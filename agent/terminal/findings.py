@@ -24,10 +24,10 @@ def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool 
     quiet: dict[str, list[FindingGroup]] = {"unknown": [], "pass": []}
     checks = tuple(checks)
     groups = group_findings(checks)
-    several = len({check.node for check in checks if check.node}) > 1
+    several_nodes = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if everything or group.status == "info" or is_problem(group):
-            print_group(out, group, nodes_named=several)
+            print_group(out, group, nodes_named=several_nodes)
         else:
             quiet[group.status].append(group)
     print_unknown_checks(out, quiet["unknown"])

@@ -173,10 +173,10 @@ def print_findings_brief(out: Console, checks: Iterable[Finding]) -> None:
     """Print failures, warnings and required checks that were not measured, each once with its nodes; count the rest."""
     groups = sort_by_weight(checks)
     checks = [check for group in groups for check in group.checks]
-    several = len({check.node for check in checks if check.node}) > 1
+    several_nodes = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if is_problem(group):
-            print_group(out, group, nodes_named=several, brief=True)
+            print_group(out, group, nodes_named=several_nodes, brief=True)
     infos = len({group.id for group in groups if group.status == "info"})
     quiet = [units.count(infos, "note")] if infos else []
     if unknown := list_codes(groups, "unknown"):

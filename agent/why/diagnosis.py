@@ -83,16 +83,16 @@ def answer(sources: WhySources) -> Verdict:
     verdict = with_gate(with_restart(verdict, record, again), _read_last_log(sources, ends))
     run = f"--run {sources.run or 'DIR'}"
     questions = (replace(one, command=one.command.replace("--run DIR", run)) for one in verdict.unknown)
-    clean: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
-    return clean
+    redacted: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
+    return redacted
 
 
 def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[str, str], list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, their ends, and what is unreadable."""
     facts, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
-        of_monitors = rank_files.NAME.format(rank="*")  # of the ranks' monitors
-        dumps = (path for path in sources.recorder.glob("*") if not path.match(of_monitors))
+        monitor_files = rank_files.NAME.format(rank="*")  # of the ranks' monitors
+        dumps = (path for path in sources.recorder.glob("*") if not path.match(monitor_files))
         traces, bad = rank_files.read_ranks(dumps, rank_files.read_file)
         facts, wrong = replace(facts, traces={**facts.traces, **traces}), wrong + bad
     if not facts.states and facts.traces:

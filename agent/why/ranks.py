@@ -40,7 +40,7 @@ def read_process_states(states: Mapping[int, RankState], proc: Path = Path("/pro
     with suppress(OSError):
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
         numbers = str((proc / "self/ns/pid").readlink())
-    states_found: dict[int, str] = {}
+    process_states: dict[int, str] = {}
     for rank, state in states.items():
         if not state.pid or not state.boot or state.boot != boot or state.started is None:
             continue
@@ -51,10 +51,10 @@ def read_process_states(states: Mapping[int, RankState], proc: Path = Path("/pro
         except OSError:
             continue
         if len(fields) > 19 and int(fields[19]) == state.started:
-            states_found[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(fields[0], "runs")
+            process_states[rank] = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(fields[0], "runs")
         elif state.pid_namespace == numbers:  # a pod has its own process numbers, even with the host's name
-            states_found[rank] = "gone"
-    return states_found
+            process_states[rank] = "gone"
+    return process_states
 
 
 def find_starting_ranks(states: Mapping[int, RankState], alive: Mapping[int, str]) -> dict[int, int]:

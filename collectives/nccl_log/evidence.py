@@ -307,19 +307,19 @@ def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
     runs = Runs()
     files = list(list_files(paths))
     for file in files:
-        runs_of_file = Runs()
+        file_runs = Runs()
         name = str(file) if len(files) > 1 and isinstance(file, str | Path) else ""
         try:
             if not isinstance(file, str | Path):
-                _take(runs_of_file, file, name)
+                _take(file_runs, file, name)
             elif str(file) == "-":
-                _take(runs_of_file, sys.stdin.buffer, "standard input" if name else "")
+                _take(file_runs, sys.stdin.buffer, "standard input" if name else "")
             else:
                 with open_regular(file) as opened:
-                    _take(runs_of_file, opened, name)
+                    _take(file_runs, opened, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
-        runs.join(runs_of_file)
+        runs.join(file_runs)
     evidence: Evidence = without_secrets(judge_runs(runs))
     return evidence
 

@@ -668,7 +668,7 @@ def compute_loss(measures: Iterable[Measure]) -> float:
 
 
 def _split_evenly(nodes: Sequence[int], limit: int = GROUP) -> list[tuple[int, ...]]:
-    """Split nodes into as few groups of at most `most` nodes as possible, of similar size."""
+    """Split nodes into as few groups of at most `limit` nodes as possible, of similar size."""
     count = math.ceil(len(nodes) / limit)
     ends = [len(nodes) * part // count for part in range(count + 1)] if count else []
     return [tuple(nodes[start:end]) for start, end in pairwise(ends)]

@@ -162,7 +162,7 @@ _PART_THE_DOMAIN = ("gpu.fabric.split", "imex.channel.missing")
 
 def cut_domains(cluster: ClusterTopology, findings: Findings) -> ClusterTopology:
     """Return the nodes connected by the network only, if a finding says that their NVLink domain is not usable."""
-    parted = any(finding.code in _PART_THE_DOMAIN for of_host in findings.values() for finding in of_host)
+    parted = any(finding.code in _PART_THE_DOMAIN for host_findings in findings.values() for finding in host_findings)
     if not parted or not any(gpu.nvlink_domain for node in cluster.nodes for gpu in node.gpus):
         return cluster
     return join([
@@ -201,11 +201,11 @@ def pick_costly(findings: Findings, settings: Mapping[str, str]) -> Findings:
 
     return {
         host: tuple(
-            finding for finding in of_host
+            finding for finding in host_findings
             if finding.code in RULES and finding.code not in solved and not is_excluded(finding)
             and (finding.status == Status.FAIL or (finding.status == Status.WARN and _HOW.get(finding.code) == "clock"))
         )
-        for host, of_host in findings.items()
+        for host, host_findings in findings.items()
     }  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def find_healthy_links(
     If RDMA is off, no probe reads the rate of the ports. The network is then assumed to have as many of the cards as
     the node has ranks, at the rate of the fastest card of their family.
     """
-    listed = [finding for of_host in findings.values() for finding in of_host]
+    listed = [finding for host_findings in findings.values() for finding in host_findings]
     if any(finding.code in _SHOWN and finding.code not in _PART_THE_DOMAIN for finding in listed):
         return None
     off = {finding.subject for finding in listed if _HOW.get(finding.code) == "sockets"}
@@ -245,8 +245,8 @@ def apply_findings(
     alone = snapshots[0] if len(snapshots) == 1 else None
     hosts = {host: its for host in findings if (its := alone or by_host.get(host))}
     now = ClusterState(links=links, hosts=hosts, interface=interface)
-    for host, of_host in findings.items():
-        for finding in of_host:
+    for host, host_findings in findings.items():
+        for finding in host_findings:
             if finding.code in _SHOWN:
                 place = f" on {finding.subject}" if finding.subject else ""
                 now.words.append(f"{finding.code}{place}: {_SHOWN[finding.code]}")

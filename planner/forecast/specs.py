@@ -163,12 +163,12 @@ def lora_weights(model: ModelSpec, train: TrainSpec, tp: int = 1) -> int:
     h, q, kv = model.hidden, model.heads * model.head_dim, model.kv_heads * model.head_dim
     ffn, layers = model.ffn, model.layers
 
-    def mlp(inputs: int, split: int) -> int:
+    def mlp(in_features: int, split: int) -> int:
         """One MLP matrix over all layers; in a mixture, only the parts outside the routed experts."""
         if not model.experts:
-            return layers * (inputs + ffn // split)
-        shared = inputs + model.shared_expert_ffn // split if model.shared_expert_ffn else 0
-        return (layers - model.dense_layers) * shared + model.dense_layers * (inputs + ffn // split)
+            return layers * (in_features + ffn // split)
+        shared = in_features + model.shared_expert_ffn // split if model.shared_expert_ffn else 0
+        return (layers - model.dense_layers) * shared + model.dense_layers * (in_features + ffn // split)
 
     sides = {
         "q_proj": layers * (h + q // tp), "k_proj": layers * (h + kv // tp), "v_proj": layers * (h + kv // tp),

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from planner.advice import Recommendation
 from planner.kubernetes.manifests import Document, JobError, check_form, from_template
-from planner.nccl_env.devices import PortChoice, choose_ports, make_exact
+from planner.nccl_env.devices import PortChoice, choose_ports, make_exact_list
 from planner.nccl_env.rdma import hca_list
 from planner.nccl_env.situation import NodeView, PortView, Setting, networks as subnets, setting, some
 from probes.api import Snapshot
@@ -39,8 +39,8 @@ def _fit(node: NodeView, names: Iterable[str]) -> set[str]:
     left = set(names)
     routed = {link.name for link in node.links if link.kind == "vrf"}  # allows a macvlan on its members
     joined = {link.name for link in node.links if link.master is not None and link.master not in routed}
-    for names_of_network in (left - joined, {name for name, _ in _list_ports(node)}):
-        left = left & names_of_network or left
+    for candidates in (left - joined, {name for name, _ in _list_ports(node)}):
+        left = left & candidates or left
     return left
 
 
@@ -88,7 +88,7 @@ def _make_settings(
 ) -> list[Setting]:
     if backend != "nccl":
         return [setting("rails.gloo", "net1", evidence)]
-    name = make_exact(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
+    name = make_exact_list(["net1"], [f"net{number + 1}" for number in range(count)])  # net1 is a prefix of net10
     settings = [setting("rails.first", name, evidence)]
     values, has_others = set(), False
     for node, ports in zip(nodes, rails, strict=True):
@@ -146,8 +146,8 @@ def from_snapshots(
     nodes have no such port in common.
     """
     nodes = [_make_view(snapshot) for snapshot in snapshots]
-    mtus_of_nodes = [_list_roce_mtus(node) for node in nodes]
-    suitable = [_fit(node, mtus) for node, mtus in zip(nodes, mtus_of_nodes, strict=True)]
+    node_mtus = [_list_roce_mtus(node) for node in nodes]
+    suitable = [_fit(node, mtus) for node, mtus in zip(nodes, node_mtus, strict=True)]
     common = sorted(set.intersection(*suitable)) if suitable else []
     layers = [{view.port.link_layer for view in node.default_ports()} for node in nodes]
     infiniband = bool(layers) and all("InfiniBand" in of_node for of_node in layers)
@@ -167,7 +167,7 @@ def from_snapshots(
         host_mofed = True
     return NetworkSpec(
         interfaces=tuple(common), ports=tuple(sorted(ports)), infiniband=infiniband, namespace=namespace,
-        mtu_bytes=min((mtus[name] for mtus in mtus_of_nodes for name in common), default=1500), host_mofed=host_mofed,
+        mtu_bytes=min((mtus[name] for mtus in node_mtus for name in common), default=1500), host_mofed=host_mofed,
     )  # fmt: skip
 
 

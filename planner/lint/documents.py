@@ -436,8 +436,8 @@ def _set_variables(instruction: str, text: str, line: int, stage: Settings) -> N
         name, _, value = text.replace(_JOINED, "").strip().partition(" ")
         pairs = [(0, f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"')]
     for end, marked in pairs:
-        word, line_of_word = marked.replace(_JOINED, ""), line + text.count(_JOINED, 0, max(0, end - len(marked)))
-        assigned = read_assignment(word, before, line_of_word) if "=" in word else [Assigned(word, OPEN)]
+        word, word_line = marked.replace(_JOINED, ""), line + text.count(_JOINED, 0, max(0, end - len(marked)))
+        assigned = read_assignment(word, before, word_line) if "=" in word else [Assigned(word, OPEN)]
         for one in assigned:
             if instruction == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
                 stage[one.name] = one._replace(exported=instruction == "ENV")

@@ -238,7 +238,7 @@ def _report_unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
 def _apply_rules(environment: Mapping[str, str], names: Set[str], places: Sequence[str]) -> Iterator[Finding]:
     """Apply the rules of data/settings.toml.
 
-    `named` are all names that are set, with any value; `places` are the conditions of `where` that hold.
+    `names` are all names that are set, with any value; `places` are the conditions of `where` that hold.
     """
     for row in SETTINGS["rule"]:
         is_elsewhere = "where" in row and row["where"] not in places
@@ -259,9 +259,9 @@ def _apply_rules(environment: Mapping[str, str], names: Set[str], places: Sequen
                 applies = number * factor > row["product"]
                 fields |= {"factor": factor, "product": number * factor}
             for other, condition in row.get("with", {}).items():
-                value_of_other = environment.get(other, "")
-                applies = applies and re.fullmatch(condition, value_of_other) is not None
-                fields |= {"other": other, "cause": f"{other}={value_of_other}"}
+                other_value = environment.get(other, "")
+                applies = applies and re.fullmatch(condition, other_value) is not None
+                fields |= {"other": other, "cause": f"{other}={other_value}"}
             if applies:
                 yield finding(row["finding"], name, value, status=row.get("status") and Status(row["status"]), **fields)
 

@@ -181,7 +181,7 @@ class _Reader(Expander):
         for each in launches:
             settings = {name: variable for name, variable in each.settings.items() if each.sure or name not in launched}
             if each.label or not has_launcher:
-                by_settings.setdefault(_get_content(settings), each._replace(settings=settings))
+                by_settings.setdefault(_get_pairs(settings), each._replace(settings=settings))
         for content, each in list(by_settings.items()):
             if any(content < other and each.way == launch.way for other, launch in by_settings.items()):
                 del by_settings[content]
@@ -632,7 +632,7 @@ class _Reader(Expander):
         self.spend(WORK_OF_WORD * len(settings))
         if len(self._launches) < _MAX_LAUNCHES:
             launch = _Launch(label, sure, tuple(name for _, name in self._way.values()), settings)
-            self._launches.setdefault((label, sure, _get_content(settings)), launch)
+            self._launches.setdefault((label, sure, _get_pairs(settings)), launch)
         else:
             self._report(0, "too many commands that start programs")
 
@@ -676,7 +676,7 @@ class _Reader(Expander):
             self.scope.exports_all = match[1] == "-"
 
 
-def _get_content(settings: Settings) -> frozenset[tuple[str, str]]:
+def _get_pairs(settings: Settings) -> frozenset[tuple[str, str]]:
     """Return the pairs of name and value."""
     return frozenset((name, each.value) for name, each in settings.items())
 

@@ -219,12 +219,12 @@ def _read_inner(script: Script, source: str, depth: int) -> _Parts:
         where = inner.target if "/" in inner.target or "." in inner.target else f"{inner.target} of line {inner.line}"
         where = f"line {inner.line}" if where == "option.json" else where
         where = source if source.endswith(where) else f"{source} > {where}"  # a ConfigMap's key names its file
-        parts_of_inner: _Parts = []
+        inner_parts: _Parts = []
         with contextlib.suppress(EnvironmentTextError):  # its lines are reported below
-            parts_of_inner = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
+            inner_parts = _read(inner.text, "other" if kind == "log" else kind, depth + 1, inner.line)[1]
         parts += [(f"{where} > {place}" if kind in _DOCUMENTS and place != "document" else where, each)
-                  for place, each in parts_of_inner]  # fmt: skip
-        is_read = any(settings for _, each in parts_of_inner for settings in each.settings())
+                  for place, each in inner_parts]  # fmt: skip
+        is_read = any(settings for _, each in inner_parts for settings in each.settings())
         if not is_read and not inner.target.endswith((".txt", ".log", ".out", ".err")):  # those are for a reader
             script.unread += _find_unread(inner.text, set(), SETS, f"a setting inside {inner.target}", inner.line)
     return parts

@@ -196,15 +196,15 @@ def _check_text(name: str, value: str, version: Version | None) -> Iterator[Find
     """Check a keyword, a list of keywords, or a text with a pattern. NCCL takes a blank as part of a keyword."""
     row = VALUES["text"][name]
     releases = row.get("since", {})
-    choices_allowed = [each for each in row.get("words", ()) if not version or version >= tuple(releases.get(each, ()))]
+    keywords = [each for each in row.get("words", ()) if not version or version >= tuple(releases.get(each, ()))]
     flags, separator, effect = 0 if row.get("exact") else re.IGNORECASE, row.get("separator"), row.get("effect")
-    allowed = row.get("pattern") or "|".join([*map(re.escape, choices_allowed), row.get("numbers", "(?!)")])
+    allowed = row.get("pattern") or "|".join([*map(re.escape, keywords), row.get("numbers", "(?!)")])
     pattern = re.compile(allowed, flags)
     parts = value.removeprefix("^").split(separator) if separator else [value]
     wrong = [each for each in parts if each and not pattern.fullmatch(each.removeprefix("^") if separator else each)]
     if not wrong:
         return
-    listed = ", ".join(choices_allowed)
+    listed = ", ".join(keywords)
     if separator:
         blank = " (a blank belongs to the word)" if re.search(r"\s", "".join(wrong)) else ""
         bad = ", ".join(map(repr, wrong))
@@ -215,8 +215,8 @@ def _check_text(name: str, value: str, version: Version | None) -> Iterator[Find
     elif "wanted" in row:
         yield finding("env.value.kind", name, value, wanted=row["wanted"], effect=effect)
     else:
-        case = "case counts, " if value.upper() in choices_allowed else ""
-        choices = " or ".join(choices_allowed)
+        case = "case counts, " if value.upper() in keywords else ""
+        choices = " or ".join(keywords)
         yield finding("env.value.token", name, value, words=listed, case=case, effect=effect, choices=choices)
 
 
@@ -237,8 +237,8 @@ def _check_algorithms(name: str, value: str, version: Version | None, only_all_r
         unknown += [token for token in listed if token.lower() not in names]
         if not colon or function.lower() in ("allgather", "reducescatter"):
             able = {"ring", "pat", "nvls", "collnetdirect"}
-            able_left = able & {token.lower() for token in listed}
-            gathers = bool(able - able_left if tokens.startswith("^") else able_left)
+            able_listed = able & {token.lower() for token in listed}
+            gathers = bool(able - able_listed if tokens.startswith("^") else able_listed)
     if unknown:
         effect = "refuses to start (2.24 and later)" if strict else "leaves it out without a message"
         wrong = ", ".join(map(repr, unknown))

@@ -116,9 +116,9 @@ def is_read(name: str) -> bool:
     """Whether NCCL, PyTorch or a plugin reads the variable, and not only scripts."""
     entry, plugin = names().get(name), find_plugin_of(name)
     of_build = re.search(r"_(?:VERSION|HOME|PREFIX|REPO|BRANCH|TAG|URL|COMMIT)\Z", name)
-    of_plugin = plugin is not None and plugin.plugin not in ("build", "nccl-tests") and not (plugin.prefix and of_build)
-    of_plugin = of_plugin or name in torch_names()
-    return entry.status == "current" if entry else of_plugin
+    by_plugin = plugin is not None and plugin.plugin not in ("build", "nccl-tests") and not (plugin.prefix and of_build)
+    by_plugin = by_plugin or name in torch_names()
+    return entry.status == "current" if entry else by_plugin
 
 
 def nearest(name: str) -> tuple[str, ...]:

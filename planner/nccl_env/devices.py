@@ -127,12 +127,12 @@ def gloo_socket_ifname(case: Situation) -> Setting | Note | None:
     return setting("gloo.name_it", names[0], evidence)
 
 
-def list_taken_by_nccl(facts: InterfacesFacts) -> tuple[str, ...]:
+def list_nccl_interfaces(facts: InterfacesFacts) -> tuple[str, ...]:
     """Return the interfaces that NCCL's sockets use by default, in NCCL's order."""
     return tuple(each.name for each in select_preferred_by_nccl(list_running(facts)))
 
 
-def make_exact(names: Sequence[str], others: Iterable[str]) -> str:
+def make_exact_list(names: Sequence[str], others: Iterable[str]) -> str:
     """Return a list for NCCL, which matches prefixes; with `=` if a prefix would also match one of `others`."""
     caught = [other for other in others if other not in names and other.startswith(tuple(names))]
     return ("=" if caught else "") + ",".join(names)
@@ -140,7 +140,7 @@ def make_exact(names: Sequence[str], others: Iterable[str]) -> str:
 
 def _get_default_choice(node: NodeView) -> str | None:
     facts = node.facts(InterfacesFacts)
-    return (facts.nccl_choice or next(iter(list_taken_by_nccl(facts)), None)) if facts else None
+    return (facts.nccl_choice or next(iter(list_nccl_interfaces(facts)), None)) if facts else None
 
 
 _Choice = tuple[tuple[str, ...], str, str, dict[str, str]]  # names, key of the text, evidence, fields of the text
@@ -167,7 +167,7 @@ def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | 
         problem = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": problem}
-    defaults = list_taken_by_nccl(facts)
+    defaults = list_nccl_interfaces(facts)
     others = [by_name[name] for name in defaults if name not in names]
     if sockets_carry_data and others and best.name in defaults:
         left = ", ".join(f"{each.name} ({each.role}{_format_speed(each)})" for each in others)
@@ -208,7 +208,7 @@ def _join_names(names: Mapping[str, tuple[str, ...]], judged: Sequence[NodeView]
     present = {node.hostname: {each.name for each in node.links} for node in judged}
     if any(present[host] & set(distinct) != set(selected) for host, selected in names.items()):
         return None
-    return make_exact(distinct, {name for there in present.values() for name in there})
+    return make_exact_list(distinct, {name for there in present.values() for name in there})
 
 
 # RDMA ports.

@@ -19,7 +19,7 @@ from planner.nccl_env.devices import (
     is_software,
     is_unaddressed,
     is_virtual_function,
-    make_exact,
+    make_exact_list,
     subnet_prefix,
 )
 from planner.nccl_env.situation import (
@@ -198,7 +198,7 @@ def hca_list(node: NodeView, choice: PortChoice) -> str:
     excluded = {view.device.name for view in ports if view.name not in names}
     used = [view for view in ports if view.name in names]
     entries = dict.fromkeys(view.name if view.device.name in excluded else view.device.name for view in used)
-    exact = make_exact([view.device.name for view in used], {view.device.name for view in ports}).startswith("=")
+    exact = make_exact_list([view.device.name for view in used], {view.device.name for view in ports}).startswith("=")
     return ("=" if exact else "") + ",".join(entries)
 
 

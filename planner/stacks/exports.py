@@ -17,7 +17,7 @@ from contracts.layout import Layout
 from contracts.tables import read_table
 from planner.advice import ExportError, ExportRequest, render
 from planner.forecast.models import hub_id
-from planner.search import find_lack
+from planner.search import explain_lack
 from planner.stacks import ENGINES, TOPOFLIGHT, is_sharded, is_wrapped
 
 _TABLE = read_table(__file__, "exports.toml")
@@ -66,7 +66,7 @@ def export(name: str, request: ExportRequest) -> str:
 def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
     """Yield the reasons why a format's framework cannot run the layout: rows of exports.toml, and more."""
     layout, model, train = request.layout, request.model, request.train
-    if name == "finetune" and (lacks := find_lack(TOPOFLIGHT, model, train, layout, has_gpu=request.on_gpu)):
+    if name == "finetune" and (lacks := explain_lack(TOPOFLIGHT, model, train, layout, has_gpu=request.on_gpu)):
         yield lacks
     for row in _TABLE["refusal"]:
         excepted = "unless" in row and _matches(request, row["unless"])

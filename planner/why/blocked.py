@@ -250,8 +250,8 @@ class BlockedCalls:
 
     def _has_left(self, other: int, rank: int) -> bool:
         """Whether a rank has left a rank's call, by a dump that is not newer than that rank's."""
-        trace, trace_of_rank = self.traces.get(other), self.traces[rank]
-        if trace is None or (trace.taken and trace_of_rank.taken and trace.taken > trace_of_rank.taken + 1):
+        trace, own_trace = self.traces.get(other), self.traces[rank]
+        if trace is None or (trace.taken and own_trace.taken and trace.taken > own_trace.taken + 1):
             return False
         return trace.has_left(self.waits[rank].call)
 
@@ -426,12 +426,12 @@ class BlockedCalls:
         unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
         for rank in circle if not busy and all(map(self._is_in_one_group, circle)) else ():
-            wait_of_rank, sides = waits[rank], dict[tuple[str, int], list[int]]()
-            for other in sorted(wait_of_rank.missing & waits.keys()):
+            own_wait, sides = waits[rank], dict[tuple[str, int], list[int]]()
+            for other in sorted(own_wait.missing & waits.keys()):
                 if rank in waits[other].missing and not waits[other].call.p2p:
                     sides.setdefault((waits[other].call.group, waits[other].call.number), []).append(other)
             for (group, _), others in sides.items():
-                both = self._members(rank, group) & self._members(rank, wait_of_rank.call.group)
+                both = self._members(rank, group) & self._members(rank, own_wait.call.group)
                 if len(others) > len(both) / 2 > 0:
                     odd[rank] = others
         if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come

@@ -108,7 +108,7 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
     open_rows = [row for row in late_rows if row.seconds_left < MAX_SECONDS_LEFT]
     if not open_rows:
         return None
-    one = min(open_rows, key=lambda nearest: nearest.seconds_left)
+    one = min(open_rows, key=lambda row: row.seconds_left)
     line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
             f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this continues, it will be in about "
             f"{max(1.0, one.seconds_left, lacking[one]):.0f} s")  # fmt: skip
@@ -293,13 +293,13 @@ def _find_habit(rank: int, facts: RunFacts) -> Activity:
     state = facts.states.get(rank)
     if facts.processes.get(rank) == "stopped" or state is None or not state.samples:
         return facts.activity(rank)
-    samples_of_others: Counter[str] = Counter()
+    other_samples: Counter[str] = Counter()
     for other, other_state in facts.states.items():
         if other != rank:
-            samples_of_others.update(other_state.samples)
-    looks, of_rest = sum(state.samples.values()), max(1, samples_of_others.total())
+            other_samples.update(other_state.samples)
+    looks, of_rest = sum(state.samples.values()), max(1, other_samples.total())
     mine, theirs = ({kind: row.get(kind, 0) / total for kind in DOING if kind != "collective"}
-                    for row, total in ((state.samples, looks), (samples_of_others, of_rest)))  # fmt: skip
+                    for row, total in ((state.samples, looks), (other_samples, of_rest)))  # fmt: skip
     excess = {kind: mine[kind] - theirs[kind] for kind in mine}
     kind = max(excess, key=lambda name: excess[name])
     workers = mine["workers"], theirs["workers"]

@@ -293,8 +293,8 @@ def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]]
 
 def _read_gpus(calls: list[NvmlCalls]) -> tuple[Gpu, ...]:
     """Read every GPU. If the driver refuses access to a GPU, no further calls are made for it."""
-    facts_of_gpus: list[_Found] = [_read_identity(nvml) for nvml in calls]
-    readable = [(nvml, facts) for nvml, facts in zip(calls, facts_of_gpus, strict=True) if "error" not in facts]
+    gpu_facts: list[_Found] = [_read_identity(nvml) for nvml in calls]
+    readable = [(nvml, facts) for nvml, facts in zip(calls, gpu_facts, strict=True) if "error" not in facts]
     states: dict[int, LinkStates] = {}
     by_model: dict[Any, list[LinkStates]] = defaultdict(list)
     for nvml, facts in readable:
@@ -302,8 +302,8 @@ def _read_gpus(calls: list[NvmlCalls]) -> tuple[Gpu, ...]:
         states[nvml.handle.index] = read_link_states(nvml)
         by_model[facts["name"]].append(states[nvml.handle.index])
     for twins in by_model.values():
-        for states_of_link in twins:
-            reconcile_links(states_of_link, twins)
+        for link_states in twins:
+            reconcile_links(link_states, twins)
     for nvml, facts in readable:
         links, bus_id = states[nvml.handle.index], facts["bus_id"]
         facts.update(nvlinks_known=links.known, nvlinks=read_nvlinks(nvml, links.states, facts["compute_capability"]))
@@ -311,7 +311,7 @@ def _read_gpus(calls: list[NvmlCalls]) -> tuple[Gpu, ...]:
             facts.update(stage(nvml))
         in_sysfs = _is_width_in_sysfs(nvml.host, bus_id)
         facts.update(numa_node=_read_numa(nvml, bus_id), link_in_sysfs=in_sysfs, error=nvml.lost)
-    rows = zip(calls, facts_of_gpus, strict=True)
+    rows = zip(calls, gpu_facts, strict=True)
     return tuple(Gpu(index=nvml.handle.index, unread=tuple(nvml.unread), **facts) for nvml, facts in rows)
 
 

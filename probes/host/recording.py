@@ -195,12 +195,12 @@ def load_all(path: str | Path) -> list[RecordedHost]:
     path = Path(path)
     if path.suffix != ".zip":
         return [load(path)]
-    hosts, values = [], 0
+    hosts, value_count = [], 0
     try:
         raw = bounded.read(path, PACKED_LIMIT_BYTES)
         for _, content in bounded.zip_files(raw, BUNDLE_LIMIT_BYTES, SIZE_LIMIT_BYTES, _IN_BUNDLE.fullmatch):
-            values += sum(content.count(mark) for mark in (b",", b"[", b"{"))
-            if values > MAX_VALUES:
+            value_count += sum(content.count(mark) for mark in (b",", b"[", b"{"))
+            if value_count > MAX_VALUES:
                 raise RecordingError(f"{path}: its recordings hold more than {MAX_VALUES} values")
             hosts.append(RecordedHost(_check_content(plain(content), path)))
     except (bounded.ArchiveError, bounded.TooLargeError, PlainError) as error:
