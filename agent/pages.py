@@ -42,7 +42,7 @@ from probes.api import Snapshot
 from topology import svg
 from topology.check import describe_departures
 from topology.graph import CLASSES, NodeTopology, Pairs, level, nvlinks
-from topology.render import columns
+from topology.render import label_columns
 
 if TYPE_CHECKING:
     from agent.jobs.preflight import Report
@@ -107,7 +107,7 @@ def environment() -> Environment:
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
         need=plan_words.describe_need, settings_as=render_settings,
     )  # fmt: skip
-    shared = (draw_node, group_findings, is_problem, group_by_reason, list_codes, columns, summarise_node)
+    shared = (draw_node, group_findings, is_problem, group_by_reason, list_codes, label_columns, summarise_node)
     result.globals.update({function.__name__: function for function in shared})
     result.globals.update(
         classes=CLASSES, pairs_of=Pairs, about=with_subject, charts=measured, plans=plan_words, layouts=_layouts,

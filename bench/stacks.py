@@ -65,7 +65,7 @@ class TrlOfFsdp1(Trl):
     """TRL before 1.16, over FSDP1: it keeps every layer's input, and its gradient, until the backward pass is over.
 
     The hook that frees frozen weights (`_register_post_backward_reshard_only_hook`) holds the inputs of its block,
-    which reentrant checkpointing makes leaves of their own. Counted on two gloo ranks: 13 hidden-sized tensors at the
+    which reentrant checkpointing makes separate leaves. Counted on two gloo ranks: 13 hidden-sized tensors at the
     end of six blocks, 3 without reentrant checkpointing, with FSDP2, or if the weights are trained.
     """
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _report(ConfigError(f"output_dir={config.output_dir!r}: the folder cannot be made: {error.strerror}"))
     transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its own calls of its own names
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its calls of deprecated names
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, whose CPU kernels are a download more
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
     before = signal.getsignal(signal.SIGTERM)

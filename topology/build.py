@@ -25,7 +25,7 @@ from probes.rdma import facts as rdma_facts
 from probes.rdma.facts import RdmaDevice, RdmaFacts
 from topology.derive import complete
 from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
-from topology.links import NvLinks, PciTree, count_targets, joined, pair_by_pcie
+from topology.links import NvLinks, PciTree, count_targets, join_by_nvlink, pair_by_pcie
 
 SOURCES: tuple[Source[Any], ...] = (
     hostinfo.SOURCE, pci_facts.SOURCE, gpu_facts.SOURCE, rdma_facts.SOURCE, interface_facts.SOURCE,
@@ -134,7 +134,7 @@ def _build_pairs(
 def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Pair:
     count, evidence = links.between(a.index, b.index)
     if count:
-        return joined(a, b, count, evidence, unread=max(links.unread(a.index), links.unread(b.index)))
+        return join_by_nvlink(a, b, count, evidence, unread=max(links.unread(a.index), links.unread(b.index)))
     if count is None and not (_has_no_nvlink(a.model) and _has_no_nvlink(b.model)):
         return Pair(a=a.name, b=b.name, label=UNKNOWN, path=None, evidence=evidence)
     pair = links.pair(a.index, b.index)

@@ -40,16 +40,16 @@ def complete(node: NodeTopology) -> NodeTopology:
     # that is built with switches.
     drawn = node.source == "NCCL XML" and (machine is None or machine.gpu_nic not in ("PIX", "PXB"))
     virtual = node.virtual or (None if drawn else explain_virtual(node.gpus, node.nics, node.pairs))
-    nearest = nearest_nic(node.gpus, node.nics, node.pairs, virtual)
+    nearest = find_nearest_nics(node.gpus, node.nics, node.pairs, virtual)
     if virtual and virtual not in warnings:
         warnings = (*warnings, virtual)
     return replace(
         node,
         pairs=mark_through_neighbours(node.gpus, node.pairs),
         virtual=virtual,
-        islands=islands(node.gpus, node.pairs),
+        islands=find_islands(node.gpus, node.pairs),
         nearest_nic=nearest,
-        rails=rails(nearest),
+        rails=find_rails(nearest),
         expectations=(),
         sku=machine.called if machine else None,
         warnings=warnings,
@@ -65,7 +65,7 @@ def find_reference(node: NodeTopology) -> Machine | None:
 _text = read_texts(__file__, "texts.toml")
 
 
-def islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:
+def find_islands(gpus: tuple[GpuNode, ...], pairs: Iterable[Pair]) -> tuple[Island, ...]:
     """Return groups of GPUs connected by NVLink, in matrix order. GPUs without NVLink are in no group."""
     pair_of, names = Pairs(pairs), [gpu.name for gpu in gpus]
     result, visited = [], set[str]()
@@ -127,7 +127,7 @@ def explain_virtual(gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs:
     return None
 
 
-def nearest_nic(
+def find_nearest_nics(
     gpus: tuple[GpuNode, ...], nics: tuple[NicNode, ...], pairs: Iterable[Pair], virtual: str | None = None
 ) -> tuple[NearestNic, ...]:
     """Return the NICs with the best label for each GPU, including ties. NICs without an active port are excluded."""
@@ -186,7 +186,7 @@ def _nearest(gpu: str, nics: tuple[NicNode, ...], pairs: Pairs, undecidable: str
     )
 
 
-def rails(nearest: tuple[NearestNic, ...]) -> tuple[Rail, ...]:
+def find_rails(nearest: tuple[NearestNic, ...]) -> tuple[Rail, ...]:
     """Return one rail per NIC, or group of NICs, that GPUs use. If several GPUs tie for several NICs, split by order.
 
     GPUs without a local NIC are in no rail: NCCL sends their data through another GPU or across the CPU.

@@ -49,7 +49,7 @@ class Trait:
     size: float | None = None  # if set, more is better: an increase on the same host is an improvement
 
 
-def traits(
+def list_traits(
     snapshot: Snapshot, like: Snapshot | None = None, node: NodeTopology | None = None
 ) -> dict[tuple[str, str], Trait]:
     """Return every trait of a snapshot by its subject and `what`.
@@ -284,7 +284,7 @@ def diff(a: Snapshot, b: Snapshot, names: tuple[str, str] | None = None) -> tupl
     `names` describe the two places in messages about two hosts, such as "in a.json". Default: "on" and the host name.
     """
     names = names or (f"on {a.hostname}", f"on {b.hostname}")
-    return compare(traits(a), traits(b, like=a), same_host=a.hostname == b.hostname, names=names)
+    return compare(list_traits(a), list_traits(b, like=a), same_host=a.hostname == b.hostname, names=names)
 
 
 def compare(a: Traits, b: Traits, *, same_host: bool, names: tuple[str, str] = ("", "")) -> tuple[Difference, ...]:
@@ -371,7 +371,7 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     if not listed:
         raise ValueError("a fleet needs at least one snapshot, got none")
     fullest = max(listed, key=lambda snapshot: len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0)
-    by_snapshot = [traits(snapshot, like=fullest) for snapshot in listed]
+    by_snapshot = [list_traits(snapshot, like=fullest) for snapshot in listed]
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, by_snapshot, strict=True))
     models = [Counter(trait.value for trait in table.values() if trait.what == "model") for _, table in nodes]

@@ -44,7 +44,7 @@ def count_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     return tuple(Counter(targets).items())
 
 
-def joined(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
+def join_by_nvlink(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
     """Return the pair of two GPUs with `count` NVLinks, plus up to `unread`; the slower generation sets the rate."""
     speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
     known_speeds = [speed for speed in speeds if speed is not None]

@@ -237,7 +237,7 @@ def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | N
     )
 
 
-def joined(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
+def join_hosts(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Paths:
     """Combine hosts for `ranks`: the slowest host sets the rates; hosts in one NVLink domain form one group."""
     weakest = min(hosts, key=lambda each: each.link.low if each.link else 0.0)
     switch = weakest.inside == "NVSwitch" and (weakest.capability or (0, 0)) >= (9, 0)
@@ -290,7 +290,7 @@ def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
 
 def _join_gpus(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
     places = [usable.index(name) for name in members]
-    return joined([host_links(node, places, CURRENT)], len(places), nvls=None)
+    return join_hosts([host_links(node, places, CURRENT)], len(places), nvls=None)
 
 
 def _make_expectations(

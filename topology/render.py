@@ -24,7 +24,7 @@ _LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()
 # The matrix ---------------------------------------------------------------------------------------------------------
 
 
-def columns(node: NodeTopology) -> dict[str, str]:
+def label_columns(node: NodeTopology) -> dict[str, str]:
     """Return the column label of every device by name, in matrix order; NICs without a label are numbered."""
     labels = {gpu.name: gpu.name for gpu in node.gpus}
     used = {nic.label for nic in node.nics}
@@ -34,7 +34,7 @@ def columns(node: NodeTopology) -> dict[str, str]:
 
 def render_matrix(node: NodeTopology) -> str:
     """Format the matrix with its legends; ends with a newline."""
-    labels, pairs = columns(node), Pairs(node.pairs)
+    labels, pairs = label_columns(node), Pairs(node.pairs)
     affinity = _list_affinity_columns(node)
     lines = ["\t" + "\t".join((*labels.values(), *(title for title, _ in affinity)))]
     for device in node.devices:
@@ -91,7 +91,7 @@ def _get_values(item: object, *names: str) -> Json:
 
 def json_document(node: NodeTopology) -> Json:
     """Return the node as plain JSON values. The names are a stable interface for scripts."""
-    node, labels = with_expectations(node), columns(node)
+    node, labels = with_expectations(node), label_columns(node)
     return {
         **_get_values(node, "schema_version", "hostname", "source", "sku"),
         **_get_values(node, *_NODE_FACTS),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hardware.units import bits, rate
 from topology.graph import COLOURS, GpuNode, Island, NicNode, NodeTopology, Pairs, level, rank
-from topology.render import columns, printable
+from topology.render import label_columns, printable
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -116,7 +116,7 @@ def summary(node: NodeTopology) -> str:
 
 
 def _list_devices(node: NodeTopology, status: Status | None = None) -> list[Device]:
-    labels, made, worst = columns(node), [], status or (lambda _: "")
+    labels, made, worst = label_columns(node), [], status or (lambda _: "")
     for gpu in node.gpus:
         model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
         wrong = "fail" if not gpu.usable else worst((gpu.name, gpu.bus_id, gpu.uuid))

@@ -20,7 +20,7 @@ from contracts.tables import read_table
 from probes.api import Ok, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
-from topology.diff import Difference, Trait, compare, traits
+from topology.diff import Difference, Trait, compare, list_traits
 
 MAX_EVENTS, SHOWN_EVENTS = 50, 24
 SCANS_TO_RAISE = 2
@@ -97,7 +97,7 @@ class History:
     def _report_changes(self, view: View, now: float, *, settling: bool) -> None:
         """Report version changes at once, and others after two equal scans in a row, but not while the host settles."""
         snapshot = view.snapshots[0]
-        all_traits = traits(snapshot, node=view.topologies[0])
+        all_traits = list_traits(snapshot, node=view.topologies[0])
         found = {key: trait for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
         previous, last, self._last = self._traits, self._last, found
         silent = settling or any(not isinstance(outcome, Ok) and _get_value(previous, f"probe {name}") == "answers"

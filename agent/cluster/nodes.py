@@ -109,7 +109,7 @@ class NodeRecord:
 
 _TABLE = read_table(__file__, "nodes.toml")
 _VERDICTS = ("pass", "warn", "unknown", "fail")
-_MOST = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
+_MAX_VALUES = {"gpus": 1024, "hcas": 1024, "interval_seconds": 86400}
 # The object was written by another release or edited by another client.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
@@ -147,7 +147,7 @@ def from_resource(item: Json) -> NodeRecord:
     )  # fmt: skip
     if verdict not in _VERDICTS:
         raise ValueError("status.verdict is no verdict")
-    for member, limit in _MOST.items():
+    for member, limit in _MAX_VALUES.items():
         if not 0 <= (getattr(record, member) or 0) <= limit:
             raise ValueError(f"status.{member} must be a number from 0 to {limit}")
     return record

@@ -44,7 +44,7 @@ from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
 from topology.expected import Expected, Paths, expected as bandwidth
 from topology.graph import NicNode
-from topology.paths import CURRENT, HEALTHY, Bar as BarName, Due, host_links, joined
+from topology.paths import CURRENT, HEALTHY, Bar as BarName, Due, host_links, join_hosts
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[s
     hosts = [_read_links(name, row) for row in reversed(first.values())]
     if any(each is None for each in hosts):
         return Bar(name=name, why=("the links of a host are not known: its ranks did not report them",))
-    paths = joined([each for each in hosts if each is not None], len(hello), nvls=nvls)
+    paths = join_hosts([each for each in hosts if each is not None], len(hello), nvls=nvls)
     expected = bandwidth(paths, op, size_bytes, len(hello))
     if not isinstance(expected, Expected):
         return Bar(name=name, why=tuple(dict.fromkeys((expected.words(), *paths.words))))

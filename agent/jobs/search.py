@@ -32,8 +32,8 @@ MAX_TOPOLOGY_BYTES = 256 << 20  # of `kubectl get nodes -o json`: about 20 KB pe
 _TABLE = read_table(__file__, "search.toml")
 # Color of a transfer by how much its time exceeds the median, worst first, and the text of the legend.
 COLOURS = (
-    (STUCK, "#1b1f24", "no byte moves"), (1.0, "#c0392b", "twice the time and more"),
-    (0.1, "#e8a33d", "10 % more time and more"), (-math.inf, "#cfe8cf", "less"),
+    (STUCK, "#1b1f24", "no byte moves"), (1.0, "#c0392b", "twice the time or more"),
+    (0.1, "#e8a33d", "10 % more time or more"), (-math.inf, "#cfe8cf", "less"),
 )  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def _is_saved_ras(log: str) -> bool:
 
 
 class _Logs:
-    """What one pass over the logs leaves: facts about the ranks, Python stacks, and the end of each file."""
+    """The results of one pass over the logs: facts about the ranks, Python stacks, and the end of each file."""
 
     def __init__(self, logs: Iterable[str], by_pid: Mapping[int | None, int]) -> None:
         self.by_pid = by_pid

@@ -98,7 +98,7 @@ def read_state(path: Path) -> RankState:
 # The flight recorder -------------------------------------------------------------------------------------------------
 
 MAX_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
-MAX_CALLS = 20_000  # kept of one rank, the newest
+MAX_CALLS = 20_000  # of one rank; only the newest are read
 MAX_RANKS = 4096  # of a group that are named
 MAX_FILES = 8192
 _FRAMES = 8

@@ -23,7 +23,7 @@ _CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longe
 _NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
 _NAMES = "Parameters which"  # of DDP's parameters; the line after it has their indices
 _MEETING = ("clients", "unresolved", "ipv6", "taken", "unreached")  # of ranks that do not meet
-MOST = 1 << 16  # ranks, or calls, that are stored
+MAX_STORED = 1 << 16  # ranks, or calls, that are stored
 MAX_ATTEMPTS = 4
 
 
@@ -138,7 +138,7 @@ class _Reader:
                 self.stack.append(f"{frame[3]} {frame[1]}")
         else:
             failed = _TEXTS["failed"].search(line) if self.timed_out else None
-            key = failed and len(self.stacks) < MOST and (int(failed[1]), self.timed_out[-1].call.number)
+            key = failed and len(self.stacks) < MAX_STORED and (int(failed[1]), self.timed_out[-1].call.number)
             self.stack = self.stacks.setdefault(key, []) if key else None
         if ended := _TEXTS["terminated"].search(line):
             self.report.terminated.add(int(ended[1]))
@@ -174,7 +174,7 @@ class _Reader:
         sizes = (int(work[4]), int(work[5])) if work[4] else ()
         call = Call(group=place[1] if place else "", number=int(work[2] or 0), op=_name_call(op, sizes),
                     sizes=(sizes[:1],) if sizes else (), p2p=op in ("send", "recv"))  # fmt: skip
-        if len(self.timed_out) < MOST:
+        if len(self.timed_out) < MAX_STORED:
             self.timed_out.append(_TimedOutCall(rank, sequence, bool(named or before), call, _count_members(op, sizes)))
 
     def clash(self, line: str) -> None:
@@ -206,7 +206,7 @@ class _Reader:
             if all(call.number != number for call in calls.get(rank, {}).values()):
                 calls.setdefault(rank, {}).setdefault(group, Call(group=group, number=number, op=UNNAMED))
         twice = self._shared()
-        for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MOST]:
+        for rank in sorted({*calls, *(rank for rank, _ in self.enqueued)})[:MAX_STORED]:
             # a name of more than one group does not identify a group
             rows = tuple(replace(call, group="") if call.group in twice else call
                          for call in calls.get(rank, {}).values())  # fmt: skip

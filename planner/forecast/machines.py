@@ -13,7 +13,7 @@ from hardware.gpus import find_gpu
 from hardware.machines import Known, catalogue
 from hardware.units import GIGA
 from planner.forecast.specs import PlanError
-from topology.derive import islands, mark_through_neighbours, nearest_nic, rails
+from topology.derive import find_islands, find_nearest_nics, find_rails, mark_through_neighbours
 from topology.graph import (
     ClusterTopology,
     GpuNode,
@@ -133,8 +133,8 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
         gpus=gpus,
         nics=nics,
         pairs=joined,
-        islands=islands(gpus, joined) if row.nvlinks else (island,) if fewest else (),
-        nearest_nic=nearest_nic(gpus, nics, joined),
+        islands=find_islands(gpus, joined) if row.nvlinks else (island,) if fewest else (),
+        nearest_nic=find_nearest_nics(gpus, nics, joined),
         cpu_count=row.cpus,
         numa_nodes=2,
         sku=row.name,
@@ -192,7 +192,7 @@ def with_gpus(node: NodeTopology, count: int) -> NodeTopology:
     pairs = tuple(pair for pair in node.pairs if pair.a not in dropped and pair.b not in dropped)
     nearest = tuple(near for near in node.nearest_nic if near.gpu not in dropped)
     return replace(
-        node, gpus=gpus, pairs=pairs, islands=islands(gpus, pairs), nearest_nic=nearest, rails=rails(nearest),
+        node, gpus=gpus, pairs=pairs, islands=find_islands(gpus, pairs), nearest_nic=nearest, rails=find_rails(nearest),
         expectations=(),
     )  # fmt: skip
 

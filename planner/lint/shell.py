@@ -339,7 +339,7 @@ class _Reader(Expander):
                 break
 
     def _follow_case(self, node: Node) -> None:
-        """Follow each item of `case` on a way of its own. The value is not compared with the patterns."""
+        """Follow each item of `case` on a separate way. The value is not compared with the patterns."""
         of, items = node.named_children[0], [each for each in node.children if each.type == "case_item"]
         self.value(of)
         last = next((each for each in reversed(items) if not _LEAVES.search(self.text(each))), None)

@@ -164,7 +164,7 @@ def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | 
         return names, "socket_ifname.overlay", evidence, {"unasked": unasked}
     if current is not None and not _is_usable(current) and best.name != unasked:
         unfit = current.role in UNFIT_ROLES
-        problem = f"a {current.role} interface" if unfit else "which has no address of its own beyond the link"
+        problem = f"a {current.role} interface" if unfit else "an interface with link-local addresses only"
         evidence = f"{best.name}: {best.role}, {', '.join(best.addresses)}"
         return names, "socket_ifname.unfit", evidence, {"unasked": unasked, "what": problem}
     defaults = list_nccl_interfaces(facts)

@@ -11,7 +11,7 @@ from topology.build import build
 from topology.expected import Expected, Paths, Unknown, expected
 from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
-from topology.paths import Bar, host_links, joined, with_expectations
+from topology.paths import Bar, host_links, join_hosts, with_expectations
 
 rows = rows_of(__file__)
 GB = 1e9
@@ -69,7 +69,7 @@ def test_a_host_without_its_rdma_devices_is_held_to_no_socket() -> None:
 def test_more_ranks_than_gpus_have_no_link_that_is_known() -> None:
     """Two ranks on one GPU meet in its memory."""
     one = replace(node("hgx-h100-8xH100-8hca"), gpus=node("hgx-h100-8xH100-8hca").gpus[:1])
-    found = expected(joined([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30, 2)
+    found = expected(join_hosts([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30, 2)
     assert isinstance(found, Unknown)
     assert any("two ranks on one GPU" in word for word in links(one, 2).words)
 
@@ -77,8 +77,8 @@ def test_more_ranks_than_gpus_have_no_link_that_is_known() -> None:
 def test_hosts_of_one_nvlink_domain_are_one_group() -> None:
     tray = links(node("gb200-nvl72-tray"), 4)
     assert tray.domain
-    inside = joined([tray, tray], 8, nvls=True)
-    apart = joined([tray, replace(tray, domain="elsewhere.1")], 8, nvls=True)
+    inside = join_hosts([tray, tray], 8, nvls=True)
+    apart = join_hosts([tray, replace(tray, domain="elsewhere.1")], 8, nvls=True)
     assert (inside.groups, apart.groups) == (1, 2)
     domain, wire = expected(inside, "all_gather", 8 << 30, 8), expected(apart, "all_gather", 8 << 30, 8)
     assert isinstance(domain, Expected) and isinstance(wire, Expected)
@@ -100,7 +100,7 @@ def test_a_matrix_without_a_model_gives_a_range() -> None:
     """`nvidia-smi topo -m` names no GPU: 18 links are Hopper's or Blackwell's."""
     rows = "\n".join(f"GPU{i}\t" + "\t".join(" X " if i == j else "NV18" for j in range(8)) for i in range(8))
     text = "\t" + "\t".join(f"GPU{i}" for i in range(8)) + "\n" + rows + "\n"
-    found = expected(joined([links(parse(text), 8)], 8, nvls=None), "all_gather", 8 << 30, 8)
+    found = expected(join_hosts([links(parse(text), 8)], 8, nvls=None), "all_gather", 8 << 30, 8)
     assert isinstance(found, Unknown) and found.range is not None
     assert found.range.low < 336 * GB < 617 * GB < found.range.high
     assert PathClass.NVL in {pair.path for pair in parse(text).pairs}

@@ -20,7 +20,7 @@ from itertools import combinations
 from contracts.tables import read_texts
 from hardware.gpus import find_gpu, most_links
 from hardware.units import some
-from topology.derive import complete, rails
+from topology.derive import complete, find_rails
 from topology.formats import TopologyFileError
 from topology.graph import SELF, UNKNOWN, GpuNode, NicNode, NodeTopology, Pair, PathClass, nvlinks, path_class, rank
 
@@ -447,4 +447,4 @@ def _mark_truncated_nics(node: NodeTopology, text: str) -> NodeTopology:
         for near in node.nearest_nic
     )
     warnings = (*node.warnings, f"{reason}: {_text('nics_unjudged')}")
-    return replace(node, nearest_nic=nearest, rails=rails(nearest), warnings=warnings)
+    return replace(node, nearest_nic=nearest, rails=find_rails(nearest), warnings=warnings)

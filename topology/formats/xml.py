@@ -22,7 +22,7 @@ from probes.pci.facts import PciDevice
 from topology.derive import complete
 from topology.formats import TopologyFileError
 from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
-from topology.links import PciTree, joined, pair_by_pcie
+from topology.links import PciTree, join_by_nvlink, pair_by_pcie
 
 SOURCE = "NCCL XML"
 SAME_CPU = "PHB/NODE"
@@ -100,7 +100,7 @@ def _list_warnings(parts: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
 
 def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, parts: Found, tree: PciTree) -> Pair:
     if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _count_nvlinks(a, b)):
-        return joined(a, b, count, "<nvlink>")
+        return join_by_nvlink(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
     label = _find_label(first, second, parts, tree)
     return pair_by_pcie(a, b, label, tree, parts.cpus[parts.cpu_of[first]], evidence="<pci> ancestry")
