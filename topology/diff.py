@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_interface
 from itertools import count
@@ -198,8 +199,9 @@ def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
         if interface.role not in ("loopback", "docker", "bridge", "virtual") and interface.kind not in ("veth", "tun"):
             yield from _read_rows("interface", interface, interface.name)
             if interface.rdma_device and interface.name != facts.default_route:  # a rail in another subnet is cut off
-                networks = sorted({str(ip_interface(address).network) for address in interface.addresses})
-                yield from _trait(interface.name, "network", ", ".join(networks) or "none", WARN)
+                with suppress(ValueError):  # a damaged recording has texts that are no addresses
+                    networks = sorted({str(ip_interface(address).network) for address in interface.addresses})
+                    yield from _trait(interface.name, "network", ", ".join(networks) or "none", WARN)
 
 
 def _limits(facts: LimitsFacts) -> Iterator[Trait]:
@@ -348,12 +350,11 @@ def _fold(differences: list[Difference]) -> list[Difference]:
         stem = re.sub(r"\(.*\)|\d", "", difference.subject)  # without the PCI address
         folded[(difference.status, difference.what, difference.a, difference.b, stem)].append(difference)
     result = []
-    for group in folded.values():
-        first = group[0]
-        if len(group) < 4 or not first.what:
-            result += group
+    for first, *others in folded.values():
+        if len(others) < 3 or not first.what:
+            result += [first, *others]
             continue
-        subject = some([difference.subject for difference in group], limit=3)
+        subject = some([difference.subject for difference in (first, *others)], limit=3)
         message = first.message.replace(first.subject, f"{subject}:", 1)
         result.append(replace(first, subject=subject, message=message))
     return sorted(result, key=lambda difference: WORST_FIRST.index(difference.status))

@@ -81,6 +81,7 @@ def test_identifiers_count_if_most_are_equal():
     assert messages(diff(snapshot(HGX), mended)) == [f"GPU0 board (UUID) {gpus[0].uuid} -> other 0"]
     assert messages(diff(rails(103), rails(7))) == ["ens3 network 10.103.0.0/24 -> 10.7.0.0/24"]
     assert not (*diff(snapshot(HGX), elsewhere), *diff(rails(103), rails(203, first=200)))
+    assert not diff(rails(103), rails("damaged"))
     odd = fleet([*(replace(rails(103), hostname=f"n{n}") for n in range(3)), replace(rails(7), hostname="n3")])
     assert [group.nodes for group in odd.families[0].odd] == [("n3",)]
 
