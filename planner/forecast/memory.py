@@ -33,6 +33,7 @@ class MemoryParts(NamedTuple):
     fragmentation: float = 0.0
     reserved: float = 0.0  # workspaces
     context: float = 0.0
+    loading: float = 0.0  # complete 4-bit weights, before they are sharded
 
     @property
     def total(self) -> float:
@@ -67,7 +68,7 @@ def memory_parts(
     )
     if not (engine.quantises_whole and share.sharded and train.method == "qlora"):
         return parts
-    loading = MemoryParts(weights=_count_frozen(engine, share, sharded=False), context=parts.context)
+    loading = MemoryParts(loading=_count_frozen(engine, share, sharded=False), context=parts.context)
     return max(parts, loading, key=lambda each: each.total)
 
 
