@@ -374,7 +374,7 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     by_snapshot = [list_traits(snapshot, like=fullest) for snapshot in listed]
     node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
     nodes = list(zip(node_names, by_snapshot, strict=True))
-    models = [Counter(trait.value for trait in aliases.values() if trait.what == "model") for _, aliases in nodes]
+    models = [Counter(trait.value for trait in table.values() if trait.what == "model") for _, table in nodes]
     kinds = [counts.most_common(1)[0][0] if counts else None for counts in models]
     sizes = Counter(kind for (aliases, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in aliases)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"

@@ -71,7 +71,7 @@ def list_link_properties(topology: NodeTopology, limit: int = 2) -> Iterator[tup
     for one in topology.nearest_nic:
         if one.nics or not one.decidable:
             label = one.label if one.decidable else "unknown"
-            nics = units.some(one.nics, " to ", limit) + f" ({one.why})" * bool(one.why) if one.decidable else ""
+            nics = units.some(one.nics, " to ", limit) * one.decidable + f" ({one.why})" * bool(one.why)
             near.setdefault(label, {}).setdefault(nics, []).append(one.gpu)
     for label, shared in near.items():
         yield "nearest NIC", f"{label}: " + "; ".join(f"{', '.join(gpus)}{nics}" for nics, gpus in shared.items())

@@ -182,7 +182,11 @@ def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
         logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
     written = {str(path): path.stat().st_mtime for path in logs if path.is_file()}
     newest = max(written, key=written.__getitem__, default="")
-    return (ends or _Logs([newest], {}).ends)[newest] if newest else ""
+    if newest and newest not in ends:
+        with suppress(OSError), bounded.open_regular(newest) as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _MAX_END))
+            return "\n".join(chain.from_iterable(map(_split, stream.read().split(b"\n"))))
+    return ends.get(newest, "")
 
 
 def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:

@@ -146,7 +146,7 @@ class Reader:
         self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
-        self._sent: set[tuple[bytes, str, bytes]] = set()  # processes that torchrun ended: label of lines, pod, number
+        self._sent: Firsts[tuple[bytes, str, bytes], None] = Firsts(1 << 16)  # that torchrun ended: label, pod, number
         self._above = (0, b"", b"")  # last line with a host that belongs to the line below: number, end, its label
         self._raised: Lasts[bytes, str] = Lasts(MAX_SEEN)  # by label of lines: host whose exception Ray reports there
         self._tasks: Lasts[bytes, str] = Lasts(MAX_SEEN)  # host of each task of srun or mpirun; empty: of several
@@ -355,7 +355,7 @@ class Reader:
         """Read a line without a header of NCCL."""
         body = _TEXTS["launcher"].sub(b"", line)
         if b"closing signal" in body and (sent := _TEXTS["sent"].search(body)):
-            self._sent.add((_label_of(line), self._pod, sent[1]))
+            self._sent.add((_label_of(line), self._pod, sent[1]), None)
         elif b"failed (exitcode: " in body:  # no rank runs any more: what follows is of the next attempt
             self.ledger.attempts.add(self.file, self.ledger.lines + 1)
         ended = _TEXTS["ended"].search(body) if self._sent else None  # a row of torchrun's table

@@ -334,6 +334,13 @@ def test_a_job_that_the_gate_stopped_says_so(code: int, reason: str, line: str, 
         assert found["causes"][0]["evidence"][0] == line and found["nodes"] == ["node01"], found
 
 
+def test_of_the_log_in_the_folder_of_a_run_only_the_end_is_read(tmp_path: Path) -> None:
+    """The log may have gigabytes. Read as a whole, this one is a damaged archive."""
+    (tmp_path / "slurm-7.log").write_bytes(b"BZh9" + bytes(1 << 17))
+    done = topoflight("why", "--run", tmp_path)
+    assert done.exit_code == 5 and "damaged" not in done.output, done.output
+
+
 def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank and a recording have the name that slurmd gives them; other host names are without their domain."""
     (tmp_path / "ranks").mkdir()

@@ -9,6 +9,7 @@ from rigs.recorded import NAMES, snapshot, with_facts, with_outcomes
 from rigs.tables import each_row
 from topo_samples import FOUR_GPUS_TWO_NICS, NVSWITCH8, OLD_SOC, topology
 
+from agent.terminal.topology import list_link_properties
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.pci.facts import PciFacts
@@ -53,6 +54,8 @@ def test_rails_islands_and_files_of_recorded_machines():
     assert len(topology("sick-h100-dead-hca").rails) == 7
     assert [gpu.name for gpu in lost.gpus if not gpu.usable] == ["GPU5"] and len(lost.islands[0].gpus) == 7
     assert {near.decidable for near in flat.nearest_nic} == {False}
+    shown = dict(list_link_properties(flat))["nearest NIC"]
+    assert shown.startswith("unknown: GPU0, ") and f"({flat.nearest_nic[0].why})" in shown
     with_file = replace(flat, topology_files=("/opt/microsoft/ndv4-topo.xml",))
     (told,) = [finding for finding in check(with_file) if finding.code == "topology.virtual"]
     assert "/opt/microsoft/ndv4-topo.xml" in told.remedy
