@@ -27,7 +27,7 @@ def compress_host_list(names: Iterable[str], separator: str = ",") -> str:
     for name in sorted(set(names)):
         before, number, after = re.fullmatch(r"(.*?)(\d*)(\D*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
         numbers.setdefault((before, after, bool(number)), []).append(number)
-    return separator.join(f"{before}{_format_ranges(found)}{after}" for (before, after, _), found in numbers.items())
+    return separator.join(f"{before}{_format_ranges(group)}{after}" for (before, after, _), group in numbers.items())
 
 
 def list_names(names: Sequence[str], plain: int = 8) -> str:

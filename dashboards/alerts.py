@@ -120,26 +120,26 @@ def make_limit_alerts(*, name: str, reasons: str, what: str, case: str) -> tuple
     The software power cap also reduces clocks, but it is not a fault.
     """
     throttling = f'topoflight_gpu_throttling{{reason=~"{reasons}"}} == 1'
-    held = series(f'topoflight_gpu_throttling{{gpu="3", reason="{case}"}}')
+    throttled = series(f'topoflight_gpu_throttling{{gpu="3", reason="{case}"}}')
     processes = series('topoflight_gpu_processes{gpu="3"}')
     other = {series('topoflight_gpu_throttling{gpu="3", reason="sw_power_cap"}'): "1x120"}
-    where, place = "GPU {{ $labels.gpu }} of " + NODE, "GPU 3 of node-a"
-    gpu = where + " runs at reduced clocks ({{ $labels.reason }})"
+    template, place = "GPU {{ $labels.gpu }} of " + NODE, "GPU 3 of node-a"
+    gpu = template + " runs at reduced clocks ({{ $labels.reason }})"
     idle = Alert(
-        name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.", where=where,
+        name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.", where=template,
         place=place,
         description=f"{gpu}. No job is known to run on it.",
-        firing={held: "1x120"},  # an unknown number of processes counts as no job
-        quiet={held: "1x120", processes: "1x120", **other},
+        firing={throttled: "1x120"},  # an unknown number of processes counts as no job
+        quiet={throttled: "1x120", processes: "1x120", **other},
         labels={"gpu": "3", "reason": case},
         fired_description=f"GPU 3 of node-a runs at reduced clocks ({case}). No job is known to run on it.",
     )  # fmt: skip
     busy = Alert(
         name=f"{name}UnderJob", expr=f"{throttling} and {JOB_RUNS}", severity="critical",
-        summary=f"{what} while a job runs on it.", where=where, place=place,
+        summary=f"{what} while a job runs on it.", where=template, place=place,
         description=f"{gpu}. Every rank of its job waits for it.",
-        firing={held: "1x120", processes: "1x120"},
-        quiet={held: "1x120", processes: "0x120", **other},
+        firing={throttled: "1x120", processes: "1x120"},
+        quiet={throttled: "1x120", processes: "0x120", **other},
         labels={"gpu": "3", "reason": case},
         fired_description=f"GPU 3 of node-a runs at reduced clocks ({case}). Every rank of its job waits for it.",
     )  # fmt: skip

@@ -65,81 +65,81 @@ class Panel:
 
 def select_agents(expr: str) -> str:
     """Return the expression with `up` and all `topoflight_` metrics limited to the agents selected by the variables."""
-    return _METRIC.sub(lambda found: f"{found[1]}{{{', '.join(filter(None, (*CHOSEN, found[2])))}}}", expr)
+    return _METRIC.sub(lambda match: f"{match[1]}{{{', '.join(filter(None, (*CHOSEN, match[2])))}}}", expr)
 
 
 def make_board(uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequence[Panel]]]) -> str:
     """Return the JSON of a dashboard."""
-    made = (
+    board = (
         build.Dashboard(title).uid(uid).description(description).tags(["topoflight"]).readonly()
         .time("now-6h", "now").timezone("browser").refresh("1m").tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
     )  # fmt: skip
     for variable in _make_variables():
-        made.with_variable(variable)
-    made.annotation(_marks("Findings", ORANGE, "topoflight_finding_since_seconds", "code", "severity"))
-    made.annotation(_marks("Changes", BLUE, "topoflight_change_timestamp_seconds", "kind", "kind", " changed"))
-    made.link(
+        board.with_variable(variable)
+    board.annotation(_marks("Findings", ORANGE, "topoflight_finding_since_seconds", "code", "severity"))
+    board.annotation(_marks("Changes", BLUE, "topoflight_change_timestamp_seconds", "kind", "kind", " changed"))
+    board.link(
         build.DashboardLink("Topoflight").type(dashboard.DashboardLinkType.DASHBOARDS).tags(["topoflight"])
         .as_dropdown(True).include_vars(True).keep_time(True).icon("external link").tooltip("").url("")
     )  # fmt: skip
     number = 1
     for name, panels in rows:
-        made.with_row(build.Row(name).id(number))
+        board.with_row(build.Row(name).id(number))
         number += 1
         for panel in panels:
-            made.with_panel(_make_panel(panel).id(number))
+            board.with_panel(_make_panel(panel).id(number))
             number += 1
-    return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(made.build())), indent=1, sort_keys=True) + "\n"
+    return json.dumps(json.loads(JSONEncoder(sort_keys=True).encode(board.build())), indent=1, sort_keys=True) + "\n"
 
 
-def _marks(name: str, colour: str, metric: str, title: str, tag: str, more: str = "") -> build.AnnotationQuery:
+def _marks(name: str, colour: str, metric: str, title: str, tag: str, suffix: str = "") -> build.AnnotationQuery:
     """Return an annotation query: the metric's values are times; labels give title and tag."""
     labels = ", ".join(dict.fromkeys(("node", "instance", title, tag)))
     return (
         build.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour)
         .expr(f"max by ({labels}) ({select_agents(metric)}) * 1000").use_value_for_time("on").step("60s")
         .title_format(f"{{{{{title}}}}}").tag_keys(tag)
-        .text_format(f"{{{{node}}}} {{{{instance}}}}: {{{{{tag}}}}}{more}")
+        .text_format(f"{{{{node}}}} {{{{instance}}}}: {{{{{tag}}}}}{suffix}")
     )  # fmt: skip
 
 
 def _make_variables() -> list[Any]:
     everything = dashboard.VariableOption(selected=True, text=["All"], value=["$__all"])
     first = build.DatasourceVariable("datasource").label("Data source").type("prometheus")
-    found: list[Any] = [first]
+    variables: list[Any] = [first]
     for name, text in (
         ("job", "label_values(topoflight_build_info, job)"),
         ("instance", 'label_values(topoflight_build_info{job=~"$job"}, instance)'),
     ):
-        found.append(
+        variables.append(
             build.QueryVariable(name).label(name).datasource(SOURCE).query({"query": text, "refId": name})
             .definition(text).multi(True).include_all(True).all_value(".+").current(everything)
             .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED).sort(dashboard.VariableSort.ALPHABETICAL_ASC)
         )  # fmt: skip
-    return found
+    return variables
 
 
 def _make_panel(panel: Panel) -> Any:
-    made = KINDS[panel.kind]().title(panel.title).description(panel.description).datasource(SOURCE)
-    made.unit(panel.unit).span(panel.width).height(panel.height)
+    result = KINDS[panel.kind]().title(panel.title).description(panel.description).datasource(SOURCE)
+    result.unit(panel.unit).span(panel.width).height(panel.height)
     steps = [dashboard.Threshold(value=value, color=color) for value, color in panel.steps]
-    made.thresholds(build.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps))
+    result.thresholds(build.ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps))
     if panel.words:
-        made.mappings([_make_mapping(panel.words)])
+        result.mappings([_make_mapping(panel.words)])
     for place, one in enumerate(panel.targets):
-        made.with_target(_make_target(panel, one, "ABCDEFGH"[place]))
+        result.with_target(_make_target(panel, one, "ABCDEFGH"[place]))
     if panel.kind in ("table", "matrix"):
-        _format_table(made, panel)
+        _format_table(result, panel)
     elif panel.kind == "timeseries":
-        made.min(0).line_width(1).fill_opacity(8).legend(
+        result.min(0).line_width(1).fill_opacity(8).legend(
             common_builders.VizLegendOptions().show_legend(True).display_mode(common.LegendDisplayMode.LIST)
             .placement(common.LegendPlacement.BOTTOM).calcs(["lastNotNull"])
         )  # fmt: skip
     elif panel.kind == "stat":
-        made.color_mode(common.BigValueColorMode.BACKGROUND).graph_mode(common.BigValueGraphMode.NONE)
+        result.color_mode(common.BigValueColorMode.BACKGROUND).graph_mode(common.BigValueGraphMode.NONE)
     if panel.kind in ("timeline", "stat", "bars"):
-        made.color_scheme(build.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS))
-    return made
+        result.color_scheme(build.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS))
+    return result
 
 
 def _make_mapping(words: dict[str, list[str]]) -> dashboard.ValueMap:
@@ -152,30 +152,30 @@ def _make_mapping(words: dict[str, list[str]]) -> dashboard.ValueMap:
 
 
 def _make_target(panel: Panel, one: Target, letter: str) -> Any:
-    made = query.Dataquery().expr(one.expr).ref_id(letter).datasource(SOURCE)
+    result = query.Dataquery().expr(one.expr).ref_id(letter).datasource(SOURCE)
     if panel.kind in ("table", "matrix", "stat", "bars"):
-        made.instant()
+        result.instant()
     else:
-        made.range()
+        result.range()
     if panel.kind in ("table", "matrix"):
-        return made.format(prometheus.PromQueryFormat.TABLE)
-    return made.legend_format(one.legend or "{{instance}}")
+        return result.format(prometheus.PromQueryFormat.TABLE)
+    return result.legend_format(one.legend or "{{instance}}")
 
 
-def _format_table(made: Any, panel: Panel) -> None:
+def _format_table(result: Any, panel: Panel) -> None:
     """Format a panel as table; a matrix has a row and a column per label value, and cells coloured by value."""
     if panel.kind == "matrix":
         options = {"rowField": panel.rows, "columnField": panel.columns, "valueField": "Value"}
-        made.with_transformation(dashboard.DataTransformerConfig(id_val="groupingToMatrix", options=options))
-        made.color_scheme(build.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS))
-        made.cell_options(common.TableColoredBackgroundCellOptions())
-        made.align(common.FieldTextAlignment.CENTER)
+        result.with_transformation(dashboard.DataTransformerConfig(id_val="groupingToMatrix", options=options))
+        result.color_scheme(build.FieldColor().mode(dashboard.FieldColorModeId.THRESHOLDS))
+        result.cell_options(common.TableColoredBackgroundCellOptions())
+        result.align(common.FieldTextAlignment.CENTER)
         return
     hidden: dict[str, bool] = {"Time": True, "__name__": True, "job": True}
     if len(panel.targets) == 1 and "_info" in panel.targets[0].expr:
         hidden["Value"] = True
     options = {"excludeByName": hidden, "indexByName": {}, "renameByName": {}}
-    made.with_transformation(dashboard.DataTransformerConfig(id_val="organize", options=options))
+    result.with_transformation(dashboard.DataTransformerConfig(id_val="organize", options=options))
 
 
 def _read_panel(row: dict[str, Any]) -> Panel:

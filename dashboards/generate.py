@@ -154,8 +154,8 @@ def main() -> None:
     )
     parser.add_argument("--grafana", type=_address, default=alerts.GRAFANA, help="where Grafana is")
     parser.add_argument("--page", type=_address, help="where agents are reached from outside (default: their address)")
-    given = parser.parse_args()
-    for name, text in generate_files(given.docs, given.grafana, given.page).items():
+    arguments = parser.parse_args()
+    for name, text in generate_files(arguments.docs, arguments.grafana, arguments.page).items():
         path = ROOT / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -199,7 +199,7 @@ def gloo_transports(ranks: Sequence[Mapping[tuple[End, End], str]]) -> list[str]
     """
     if len(ranks) < 2:
         return []
-    holders = {ends: rank for rank, seen in enumerate(ranks) for ends in seen}
+    holders = {ends: rank for rank, by_ends in enumerate(ranks) for ends in by_ends}
     addresses: dict[str, str] = {}
     for rank, connections in enumerate(ranks):
         for local, remote in sorted(connections):

@@ -194,13 +194,13 @@ def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
     files = rows.find_files(config, split)
     kind = rows.get_reader(files[0])
     try:
-        found = datasets.load_dataset(kind, data_files=[*map(str, files)], split="train", streaming=streaming)
+        dataset = datasets.load_dataset(kind, data_files=[*map(str, files)], split="train", streaming=streaming)
     except datasets.exceptions.DatasetsError as error:
         raise rows.unreadable(f"dataset_name={config.dataset_name!r}: not {kind}", error) from error
-    found = found if config.dataset_rows is None else found.take(config.dataset_rows)
-    if {"question", "answer"} <= set(found.column_names) and not {"messages", "prompt"} & set(found.column_names):
-        return found.map(rows.make_messages, remove_columns=found.column_names)
-    return found
+    dataset = dataset if config.dataset_rows is None else dataset.take(config.dataset_rows)
+    if {"question", "answer"} <= set(dataset.column_names) and not {"messages", "prompt"} & set(dataset.column_names):
+        return dataset.map(rows.make_messages, remove_columns=dataset.column_names)
+    return dataset
 
 
 # What is recorded of the run, and what stops it.

@@ -68,9 +68,9 @@ def _find_rates(
     node, engine = cluster.nodes[0], find_engine(train.engine)
     if node.gpus:
         models = dict.fromkeys(gpu.model for each in cluster.nodes for gpu in each.gpus if gpu.usable)
-        known = [gpu for name in models if (gpu := find_gpu(name))]
-        if known and find_gpu(node.gpus[0].model):  # every rank waits for the slowest GPU model
-            return min((_board_rates(gpu, snapshots, train, precision) for gpu in known), key=lambda rates: rates.gemm)
+        rated = [gpu for name in models if (gpu := find_gpu(name))]
+        if rated and find_gpu(node.gpus[0].model):  # every rank waits for the slowest GPU model
+            return min((_board_rates(gpu, snapshots, train, precision) for gpu in rated), key=lambda rates: rates.gemm)
         model, memory = node.gpus[0].model, node.gpus[0].memory_bytes
         other = next(gpu for gpu in gpus() if gpu.is_fallback)
         unknowns.append(_text("unknown_gpu", model=model, name=other.name))
@@ -89,8 +89,8 @@ def _find_rates(
 
 def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, precision: str) -> Rates:
     """Return the rates of a GPU at the lowest default power limit that was probed; limits below it are findings."""
-    probed = [probe for s in snapshots if (f := s.facts(GpuFacts)) for probe in f.gpus if find_gpu(probe.name) == gpu]
-    watts = min((probe.power_limit_default_watts for probe in probed if probe.power_limit_default_watts), default=None)
+    probed = [slot for s in snapshots if (f := s.facts(GpuFacts)) for slot in f.gpus if find_gpu(slot.name) == gpu]
+    watts = min((slot.power_limit_default_watts for slot in probed if slot.power_limit_default_watts), default=None)
     board = scale_to_board(gpu, watts)
     rates = gpu_rates(board, train, find_engine(train.engine), precision)
     if board is gpu:
@@ -511,7 +511,7 @@ def nearest(planned: Planned) -> tuple[str, ...]:
     micro = requested.get("micro_batch", 1)
     smaller = [{**fixed, "micro_batch": n} for n in range(micro - 1, 0, -1) if micro % n == 0]
     free = {name: value for name, value in fixed.items() if name == "precision"}
-    layouts = (best for named in (*smaller, free) for best in search(planned, named).best[:1])
+    layouts = (best for fixed_values in (*smaller, free) for best in search(planned, fixed_values).best[:1])
     for layout in (best.layout for best in layouts):
         members = {name: getattr(layout, name) for name in (*_TELLING, *_FREED)}
         other = [spelled(name, value) for name, value in members.items() if value != requested.get(name, value)]

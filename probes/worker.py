@@ -37,11 +37,11 @@ def reader(name: str) -> Callable[[Host], Any]:
     return read_function
 
 
-def run(read: Callable[[Host], Any], host: Host) -> Outcome:
+def run(read_facts: Callable[[Host], Any], host: Host) -> Outcome:
     """Read the facts of one probe. An error is returned as outcome, not raised; UnavailableError becomes `Absent`."""
     start = time.perf_counter()
     try:
-        facts = read(host)
+        facts = read_facts(host)
     except UnavailableError as error:
         return Absent(why=str(error), seconds=time.perf_counter() - start)
     except Exception as error:  # noqa: BLE001 - the only place: an error of a probe is an outcome
@@ -68,12 +68,12 @@ def answers(host: LiveHost | None, request: dict[str, Json]) -> Iterator[dict[st
         return
     if request["begin"]:  # the first request of a scan
         host.begin_scan()
-    read = reader(request["probe"])
+    read_facts = reader(request["probe"])
     if not request["record"]:
-        yield {"outcome": without_secrets(outcome_to_json(run(read, host)))}
+        yield {"outcome": without_secrets(outcome_to_json(run(read_facts, host)))}
         return
     recorder = RecordingHost(host)  # the answers of the host are sent to the parent
-    outcome = run(read, cast("Host", recorder))
+    outcome = run(read_facts, cast("Host", recorder))
     yield {"outcome": without_secrets(outcome_to_json(outcome)), "answers": recorder.answers}
 
 

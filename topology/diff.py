@@ -377,7 +377,7 @@ def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None =
     nodes = list(zip(node_names, by_snapshot, strict=True))
     models = [Counter(trait.value for trait in table.values() if trait.what == "model") for _, table in nodes]
     kinds = [counts.most_common(1)[0][0] if counts else None for counts in models]
-    sizes = Counter(kind for (mine, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in mine)
+    sizes = Counter(kind for (aliases, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in aliases)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
     families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
     for node, kind in zip(nodes, kinds, strict=True):
@@ -394,8 +394,8 @@ def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> Fl
     for names, mine in nodes:  # equal nodes of two racks are in two NVLink domains
         for trait in (trait for trait in mine.values() if trait.what == DOMAIN):
             domains[trait.value].update(dict.fromkeys(names))
-    nodes = [(names, {key: trait for key, trait in own.items() if key[1] != DOMAIN}) for names, own in nodes]
-    usual = _find_usual([(len(names), mine) for names, mine in nodes])
+    nodes = [(names, {key: trait for key, trait in traits.items() if key[1] != DOMAIN}) for names, traits in nodes]
+    usual = _find_usual([(len(names), traits) for names, traits in nodes])
     groups: dict[tuple[Difference, ...], list[str]] = defaultdict(list)
     for names, mine in nodes:
         groups[compare(usual, mine, same_host=True)] += names
@@ -424,8 +424,8 @@ def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
     """Return the most common trait of each key that most nodes have; the input is (number of nodes, traits)."""
     by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     example: dict[tuple[tuple[str, str], str], Trait] = {}
-    for nodes, own in all_traits:
-        for key, trait in own.items():
+    for nodes, traits in all_traits:
+        for key, trait in traits.items():
             by_key[key][trait.value] += nodes
             example[key, trait.value] = trait
     total = sum(nodes for nodes, _ in all_traits)

@@ -326,7 +326,7 @@ def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: D
     if links is not None:
         switched = links * (of - 1) > most_links()
         count = links if switched else links * (len(names) - 1)
-        return _nvlink(gpus, count, switched=switched, words=f"{source} NV{links} on every pair")
+        return _nvlink(gpus, count, switched=switched, text=f"{source} NV{links} on every pair")
     if not node.nvlink_known:
         return None, None, ("the source contains no data about NVLink",)
     pairs = Pairs(node.pairs)
@@ -336,7 +336,7 @@ def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: D
         pick = max(counts) if bar == HEALTHY else min(counts)
         switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in pick[1]
         which = "most" if bar == HEALTHY else "fewest"
-        return _nvlink(gpus, pick[0], switched=switched, words=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
+        return _nvlink(gpus, pick[0], switched=switched, text=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
     return _describe_pcie(node, gpus, pairs, bar)
 
 
@@ -352,15 +352,15 @@ def _guess_nvlink_rates(count: int) -> tuple[float, float]:
     return low, high
 
 
-def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, words: str) -> Carried:
+def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, text: str) -> Carried:
     capability = gpus[0].compute_capability
     value = nvlink_bytes_per_second(capability)
     kind = "NVSwitch" if switched else "NVLink"
     if value is not None:
-        return kind, span(count * value), (words, f"one NVLink carries {gigabytes(value)} in NCCL's plan")
+        return kind, span(count * value), (text, f"one NVLink carries {gigabytes(value)} in NCCL's plan")
     low, high = _guess_nvlink_rates(count)
     assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
-    return kind, between(count * low, count * high), (words, assumption)
+    return kind, between(count * low, count * high), (text, assumption)
 
 
 def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], pairs: Pairs, bar: Bar) -> Carried:

@@ -170,17 +170,17 @@ def _measure_block(block: Sequence[Device]) -> float:
 
 def _place_block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict[str, float]) -> Drawn:
     """Place the devices of one column; single devices are attached to the CPU's PCIe directly."""
-    known, wide, shared = Pairs(node.pairs), _measure_block(block), len(block) > 1
+    matrix, wide, shared = Pairs(node.pairs), _measure_block(block), len(block) > 1
     nics, gpus = _split_rows(block)
     middle, places = left + wide / 2, []
     for row in (nics, gpus):
         for index, device in enumerate(row):
             x = spots[device.name] = left + wide / len(row) * (index + 0.5)
-            pairs = (known.get(device.name, other.name) for other in block if other is not device)
+            pairs = (matrix.get(device.name, other.name) for other in block if other is not device)
             others = [pair.label for pair in pairs if pair and not pair.nvlinks]  # a line shows PCIe, not NVLink
             kind = _classify(min(others, key=rank)) if others and shared else "host"
             places.append({"device": device, "x": x, "end": middle if shared else x, "kind": kind})
-    labels = {known.label(a.name, b.name) for a in nics for b in gpus}
+    labels = {matrix.label(a.name, b.name) for a in nics for b in gpus}
     switch = ("switches" if labels == {"PXB"} else "switch") if shared else ""
     return {"places": places, "middle": middle, "switch": switch}
 

@@ -52,15 +52,15 @@ def read_baseline(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
     if path is None:
         return Baseline()
     try:
-        found = _read_baseline(path)
+        baseline = _read_baseline(path)
     except (AttributeError, KeyError, TypeError) as error:  # a report without a member that every report has
         raise GateError(f"--baseline {path}: {error!r}") from None
     except (OSError, ValueError) as error:
         raise GateError(f"--baseline {path}: {getattr(error, 'strerror', None) or error}") from None
-    if needs and not any(getattr(found, name) for name in needs):
-        words = " or ".join(_MEMBERS[name] for name in needs)
-        raise GateError(f"--baseline {path}: contains no {words}; give a file that --save of the same command wrote")
-    return found
+    if needs and not any(getattr(baseline, name) for name in needs):
+        listed = " or ".join(_MEMBERS[name] for name in needs)
+        raise GateError(f"--baseline {path}: contains no {listed}; give a file that --save of the same command wrote")
+    return baseline
 
 
 def _read_baseline(path: Path) -> Baseline:
@@ -105,14 +105,14 @@ def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> t
     findings = []
     for node, facts in now.items():
         before = baseline.buses.get(alias.get(node, node))
-        for key, words, list_devices in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
+        for key, noun, list_devices in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
             earlier = {device.bus_id for device in list_devices(before)} if before else set()
             have = {device.bus_id for device in list_devices(facts)}
             if len(have) < len(earlier):
                 lost = ", ".join(sorted(earlier - have))
                 findings.append(make_finding(
                     f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(earlier)}", have=len(have), had=len(earlier),
-                    words=f"{words}{'' if len(have) == 1 else 's'}", one=words, lost=lost,
+                    words=f"{noun}{'' if len(have) == 1 else 's'}", one=noun, lost=lost,
                 ))  # fmt: skip
     return tuple(findings)
 
@@ -139,8 +139,8 @@ def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Stat
     def judged(check: Finding) -> Finding:
         node = alias.get(check.node, check.node)
         if check.status == "unknown" and (check.code, node) in passed:
-            why = f"passed in the baseline, not measured now: {check.message}"
-            return replace(check, status=Status.FAIL, message=why)
+            message = f"passed in the baseline, not measured now: {check.message}"
+            return replace(check, status=Status.FAIL, message=message)
         before = baseline.get((check.code, node, check.subject))
         if check.status in ("fail", "warn") and before is not None and ORDER.index(before) <= ORDER.index(check.status):
             return replace(check, status=Status.INFO, message=f"{IN_BASELINE}{check.message}")

@@ -98,19 +98,19 @@ class History:
         """Report version changes at once, and others after two equal scans in a row, but not while the host settles."""
         snapshot = view.snapshots[0]
         all_traits = list_traits(snapshot, node=view.topologies[0])
-        found = {key: trait for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
-        previous, last, self._last = self._traits, self._last, found
+        current = {key: trait for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
+        previous, last, self._last = self._traits, self._last, current
         silent = settling or any(not isinstance(outcome, Ok) and _get_value(previous, f"probe {name}") == "answers"
                                  for name, outcome in snapshot.outcomes.items())  # fmt: skip
         steady = dict(previous) | {
             key: trait
-            for key, trait in found.items()
+            for key, trait in current.items()
             if (key[0] in _VERSIONS and not key[1])
             or key[1] == "firmware"
             or (not silent and (last.get(key) == trait or not previous))
         }
         if not silent:
-            steady = {key: trait for key, trait in steady.items() if key in found or key in last}
+            steady = {key: trait for key, trait in steady.items() if key in current or key in last}
         if previous:
             differ = compare(previous, steady, same_host=True)
             # If an object is first seen because its probe or driver now answers, it has not appeared.

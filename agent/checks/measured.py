@@ -77,7 +77,7 @@ def _compare_with_bars(m: Measurement, node: str, result: BenchResult, snapshots
     now = next((bar for bar in m.bars if bar.name == CURRENT), None)
     bars = [bar for bar in m.bars if bar.low is not None]
     evidence = tuple(f"{bar.name}: {format_bar(bar)}" for bar in m.bars) + tuple(
-        why for bar in m.bars for why in bar.why
+        cause for bar in m.bars for cause in bar.why
     )
     if not bars:
         reason, key = m.bars[0].why[0] if m.bars[0].why else "unknown", f"{BUSBW} none"

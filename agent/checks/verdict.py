@@ -80,8 +80,8 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
         return Verdict(word=word, exit_code=code, why=summary, counts=counts, listed=listed)
 
     if results[Status.FAIL]:
-        why = units.tally({status: listed[status] for status in (Status.FAIL, Status.WARN)})
-        return verdict("fail", EXIT_FAILED, why)
+        reason = units.tally({status: listed[status] for status in (Status.FAIL, Status.WARN)})
+        return verdict("fail", EXIT_FAILED, reason)
     if stopped:
         return verdict("unknown", EXIT_STOPPED, f"stopped by {stopped} before it was done")
     if required := [check for check in results[Status.UNKNOWN] if check.required]:
@@ -90,8 +90,8 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
         return verdict("unknown", EXIT_UNKNOWN, f"seen once, not confirmed by a second scan yet: {', '.join(pending)}")
     if fail_on == "unknown" and results[Status.UNKNOWN]:
         unknown = len({check.code for check in results[Status.UNKNOWN]})
-        why = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"
-        return verdict("unknown", EXIT_UNKNOWN, why)
+        reason = f"{units.count(unknown, 'check')} could not be measured, and --fail-on unknown"
+        return verdict("unknown", EXIT_UNKNOWN, reason)
     if results[Status.WARN]:
         code = EXIT_WARNED if fail_on in ("warn", "unknown") else EXIT_PASS
         return verdict("warn", code, prefix + units.count(listed["warn"], "warning"))

@@ -76,17 +76,17 @@ def build_view(
     topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
-        found = add_rising_counters(check_node(snapshot, node), earlier, snapshot)
+        findings = add_rising_counters(check_node(snapshot, node), earlier, snapshot)
         if isinstance(expected, str):
             unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
                              required=True)  # fmt: skip
-            found = (*found, unread)
+            findings = (*findings, unread)
         elif expected:
             from agent.checks.expect import check_expectations
 
-            found = check_expectations(expected, found, snapshot.hostname, (snapshot, node))
+            findings = check_expectations(expected, findings, snapshot.hostname, (snapshot, node))
         # messages and evidence quote environments, files and the kernel log
-        checks += [check if check.status == "pass" else without_secrets(check) for check in found]
+        checks += [check if check.status == "pass" else without_secrets(check) for check in findings]
     return View(
         snapshots=tuple(snapshots), topologies=topologies, checks=tuple(checks), verdict=judge(checks),
         made_at_seconds=time.time(), runs=runs, search=search,
@@ -105,7 +105,7 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
 def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
     facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
-    full = {(node, name_subject(gpu)) for node, found in facts for gpu in found.gpus if is_full(gpu)}
+    full = {(node, name_subject(gpu)) for node, gpu_facts in facts for gpu in gpu_facts.gpus if is_full(gpu)}
     return tuple(
         replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
         if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full

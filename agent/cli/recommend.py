@@ -155,15 +155,15 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
     rows = compare(first, second)
 
     def show(out: Console) -> None:
-        shown = table("part", *(format_layout(ranked.layout) for ranked in (first, second)))
+        result = table("part", *(format_layout(ranked.layout) for ranked in (first, second)))
         for name, left, right in rows[:-1]:
-            shown.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
+            result.add_row(name.replace("_", " "), *(units.seconds(value) if value else "-" for value in (left, right)))
         steps = [ranked.forecast.step_seconds for ranked in (first, second)]
-        shown.add_row("step", *(units.interval(step, "s") for step in steps))
+        result.add_row("step", *(units.interval(step, "s") for step in steps))
         memory = (units.interval(ranked.forecast.memory_bytes, "B") for ranked in (first, second))
-        shown.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
-        shown.add_row("allowed", *(ranked.why or "yes" for ranked in (first, second)))
-        out.print(shown)
+        result.add_row("memory per GPU" if planned.job.has_gpu else "memory per rank", *memory)
+        result.add_row("allowed", *(ranked.why or "yes" for ranked in (first, second)))
+        out.print(result)
         fast, slow = sorted(step.mid for step in steps)
         apart, error = slow / fast - 1, estimate_difference(planned, first, second)
         if apart <= error:

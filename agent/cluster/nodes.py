@@ -469,11 +469,11 @@ def check_record(name: str, record: NodeRecord) -> list[Finding]:
     """Return the findings of a record, and its verdict if that is worse than all findings."""
     statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
     row = [
-        Finding(code=str(found.get("code", "")), node=name,
-                status=statuses.get(str(found.get("severity")), Status.WARN), subject=str(found.get("subject", "")),
-                message=str(found.get("message", "")), remedy=str(found.get("remedy", "")),
-                required=found.get("severity") == "unknown")
-        for found in record.findings
+        Finding(code=str(entry.get("code", "")), node=name,
+                status=statuses.get(str(entry.get("severity")), Status.WARN), subject=str(entry.get("subject", "")),
+                message=str(entry.get("message", "")), remedy=str(entry.get("remedy", "")),
+                required=entry.get("severity") == "unknown")
+        for entry in record.findings
     ]  # fmt: skip
     worst = record.verdict
     if worst in statuses and not any(check.status in (worst, "fail") for check in row):

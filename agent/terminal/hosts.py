@@ -86,8 +86,8 @@ def describe_facts(facts: Any) -> list[str]:
     if isinstance(facts, HostinfoFacts):
         sockets = units.count(facts.sockets, "socket") if facts.sockets else "sockets unknown"
         threads = units.count(facts.threads, "thread") if facts.threads else "threads unknown"
-        where = f", virtual machine ({facts.virtual_machine})" if facts.virtual_machine else ""
-        return [f"{facts.cpu_name or 'unknown CPU'}: {sockets}, {threads}, {units.size(facts.memory_bytes)}{where}"]
+        machine = f", virtual machine ({facts.virtual_machine})" if facts.virtual_machine else ""
+        return [f"{facts.cpu_name or 'unknown CPU'}: {sockets}, {threads}, {units.size(facts.memory_bytes)}{machine}"]
     if isinstance(facts, GpuFacts):
         names = sorted({gpu.name or "unknown model" for gpu in facts.gpus})
         lost = [gpu.index for gpu in facts.gpus if gpu.error]

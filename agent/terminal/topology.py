@@ -35,7 +35,7 @@ def print_node(out: Console, topology: NodeTopology) -> None:
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope == "island":
             out.print(f"expected all_gather within island: {units.expected_rate(expected)} bus bandwidth")
-    print_properties(out, list_link_properties(topology, most=64))
+    print_properties(out, list_link_properties(topology, limit=64))
     for warning in topology.warnings:
         out.print(f"[yellow]![/yellow] {escape(warning)}")
 
@@ -61,7 +61,7 @@ def print_brief(out: Console, topology: NodeTopology, findings: Sequence[Finding
         out.print("[dim]full matrix: -v, or -o svg, json, yaml[/dim]")
 
 
-def list_link_properties(topology: NodeTopology, most: int = 2) -> Iterator[tuple[str, str]]:
+def list_link_properties(topology: NodeTopology, limit: int = 2) -> Iterator[tuple[str, str]]:
     """Return the links between GPUs, `most` of each GPU's nearest NICs, and the rate that the links should reach."""
     gpus = {gpu.name for gpu in topology.gpus}
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
@@ -71,7 +71,7 @@ def list_link_properties(topology: NodeTopology, most: int = 2) -> Iterator[tupl
     for one in topology.nearest_nic:
         if one.nics or not one.decidable:
             label = one.label if one.decidable else "unknown"
-            nics = units.some(one.nics, " to ", most) * one.decidable + f" ({one.why})" * bool(one.why)
+            nics = units.some(one.nics, " to ", limit) * one.decidable + f" ({one.why})" * bool(one.why)
             near.setdefault(label, {}).setdefault(nics, []).append(one.gpu)
     for label, shared in near.items():
         yield "nearest NIC", f"{label}: " + "; ".join(f"{', '.join(gpus)}{nics}" for nics, gpus in shared.items())

@@ -162,8 +162,8 @@ class _Logs:
     def _read(self, log: str) -> Iterator[str]:
         """Return the lines of a file, and store its stacks and its end."""
         name = Path(log).name
-        named, end = _OF_RANK.search(name), deque[str](maxlen=_MAX_END_LINES)
-        stacks = watchdog.StackReader(int(named[1]) if named else None)
+        match, end = _OF_RANK.search(name), deque[str](maxlen=_MAX_END_LINES)
+        stacks = watchdog.StackReader(int(match[1]) if match else None)
         for line in _read_lines(log):
             stacks.line(line)
             end.append(line)

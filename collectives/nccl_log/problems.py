@@ -163,9 +163,9 @@ class _Findings:
     def _words(self, meaning: Meaning, proof: tuple[ProofLine, ...]) -> dict[str, str]:
         """Return the action, and the message if the case has one, for what the log shows (lines, ports, versions)."""
         facts = self.facts
-        seen = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
+        rows = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
         named = {"NCCL": facts.versions, "provider": facts.providers, "GPUDirect RDMA": (w for _, w in facts.gdr_words)}
-        text = "\n".join((*seen, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
+        text = "\n".join((*rows, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
         case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
         return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
 

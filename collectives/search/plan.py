@@ -553,9 +553,9 @@ class Search:
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
-        found = [self._make_verdict(node) for node in range(self.nodes)]
-        seen = self._compare_domains() if any(v.reason == "noise" for v in found) else ""
-        return [replace(v, seen=seen) if v.reason == "noise" else v for v in found]
+        verdicts = [self._make_verdict(node) for node in range(self.nodes)]
+        evidence = self._compare_domains() if any(v.reason == "noise" for v in verdicts) else ""
+        return [replace(v, seen=evidence) if v.reason == "noise" else v for v in verdicts]
 
     def _make_verdict(self, node: int) -> Verdict:
         if node in self.unreached:

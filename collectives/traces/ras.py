@@ -217,7 +217,7 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
     gone = {rank: member.missing for rank, member in comm.ranks.items() if member.missing}
     kinds = {kind for member in comm.ranks.values() for kind in member.counts} | set(comm.spread)
     laggards: dict[int, str] = {}
-    words = ""
+    text = ""
     for kind in sorted(kinds):
         counts = {rank: member.counts[kind] for rank, member in comm.ranks.items() if kind in member.counts}
         levels = comm.spread.get(kind) or Counter(counts.values())
@@ -229,10 +229,10 @@ def behind(comm: RasComm) -> tuple[dict[int, str], str]:
             others = set(range(comm.size)) - {rank for rank, n in counts.items() if n != lowest} - set(gone)
             ranks = others if len(others) == levels[lowest] else ranks
         laggards |= dict.fromkeys(ranks, f"has launched {lowest} {kind} where others have {most}")
-        words = words or f"{levels[lowest]} of {comm.size} ranks have launched {lowest} {kind}, the others up to {most}"
+        text = text or f"{levels[lowest]} of {comm.size} ranks have launched {lowest} {kind}, the others up to {most}"
     laggards |= {rank: f"is {word} for RAS" if word != "no answer" else "gives no answer to RAS"
              for rank, word in gone.items()}  # fmt: skip
-    return laggards, words
+    return laggards, text
 
 
 def ask(host: str, port: int) -> bytes:

@@ -141,8 +141,8 @@ def _starts_with_quotes(text: str) -> bool:
 def _dump(value: Any, *, flow: bool = True, as_json: bool = False) -> str:
     if as_json:
         return json.dumps(value, ensure_ascii=False)
-    made = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=1 << 20)
-    return str(made).strip() if flow else str(made)
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, allow_unicode=True, width=1 << 20)
+    return str(text).strip() if flow else str(text)
 
 
 def _find_last(text: str, node: Any) -> tuple[int, int]:

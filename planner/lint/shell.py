@@ -588,11 +588,11 @@ class _Reader(Expander):
             self._restore(self._hidden)
         self._left = "" if self._left == "return" else self._left
 
-    def _start(self, words: list[Word], index: int, line: int) -> None:
+    def _start(self, argv: list[Word], index: int, line: int) -> None:
         """Start the program `words[at]`. It gets the exported variables, changed by the words of its command."""
-        started, program, sets = self._started, words[index:], False
+        started, program, sets = self._started, argv[index:], False
         idle = is_idle(program)
-        command = " ".join(word.text for word in words)[:MAX_OPTIONS] + " "
+        command = " ".join(word.text for word in argv)[:MAX_OPTIONS] + " "
         if name_of(program[0]) == "srun" and "--export" not in command and self.parameter("SLURM_EXPORT_ENV") == "NONE":
             command = f"srun --export=NONE {command}"
         is_remote = pattern("mpirun_to_hosts").match(command) and not _SCHEDULED.search(self.source)
@@ -602,7 +602,7 @@ class _Reader(Expander):
                 self.script.findings += [] if note in self.script.findings else [note]
         for name in list_removed(command, self.scope.variables):
             del self.scope.variables[name]
-        for part in split_command(words):
+        for part in split_command(argv):
             if isinstance(part, Assigned):
                 sets = sets or is_judged(part.name)
                 self.set(part._replace(line=part.line or line), exported=True)
@@ -619,9 +619,9 @@ class _Reader(Expander):
         if self._started == started and (sets or not idle):
             self._launch("launch", line, sure=sure)
 
-    def _launch(self, what: str, line: int, *, sure: bool) -> None:
+    def _launch(self, kind: str, line: int, *, sure: bool) -> None:
         """Record a program start with the checked variables of its environment."""
-        label = f"the {what} of line {line}" if line else f"a {what}" if what else ""  # empty: the end of the script
+        label = f"the {kind} of line {line}" if line else f"a {kind}" if kind else ""  # empty: the end of the script
         self._started += 1
         settings: Settings = {}
         for each in self.scope.variables.values():

@@ -110,8 +110,8 @@ def _find_unread(text: str, names: set[str], pattern: re.Pattern[str], reason: s
         for match in pattern.finditer(row) if not row.lstrip().startswith("#") else ():
             name = re.search(r"(?:[A-Z]+_)?[A-Z]+_\w+", match[0])
             if name and name[0] not in names:
-                why = "--container-env takes names only" if "--container-env" in row else reason
-                yield Unread(line=first and first + number, why=why.replace("{name}", name[0]), name=name[0])
+                cause = "--container-env takes names only" if "--container-env" in row else reason
+                yield Unread(line=first and first + number, why=cause.replace("{name}", name[0]), name=name[0])
 
 
 def _count_nodes(text: str) -> int | None:

@@ -136,7 +136,7 @@ def nearest(name: str) -> tuple[str, ...]:
     if name.startswith("TORCH_NCCL_"):
         live: list[str] = sorted(torch_names())
     else:
-        live = sorted(known for known, entry in names().items() if entry.status != "removed")
+        live = sorted(current for current, entry in names().items() if entry.status != "removed")
     return tuple(difflib.get_close_matches(name, live, n=2, cutoff=0.9))
 
 

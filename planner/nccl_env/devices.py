@@ -159,8 +159,8 @@ def _choose_interface(node: NodeView, *, sockets_carry_data: bool) -> _Choice | 
         network = f" ({best.multus_network})" if best.multus_network else ""
         device = rdma_device_of(best, node.default_ports())
         behind = f", on RDMA device {device}" if device else ""
-        more = f"; as good: {', '.join(name for name in names if name != best.name)}" if len(names) > 1 else ""
-        evidence = f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}{more}"
+        suffix = f"; as good: {', '.join(name for name in names if name != best.name)}" if len(names) > 1 else ""
+        evidence = f"{best.name}: secondary{network}{behind}, {', '.join(best.addresses)}{suffix}"
         return names, "socket_ifname.overlay", evidence, {"unasked": unasked}
     if current is not None and not _is_usable(current) and best.name != unasked:
         unfit = current.role in UNFIT_ROLES

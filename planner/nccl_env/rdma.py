@@ -322,12 +322,12 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
         return None  # the class is not used: `ib_service_level`
     if len(classes) == 1:
         evidence = _list_ports(roce, lambda view: f"{view.name} traffic class {view.port.traffic_class}")
-        (found,) = classes
-        priority, extra = found >> 5, []  # DSCP >> 3
+        (tclass,) = classes
+        priority, extra = tclass >> 5, []  # DSCP >> 3
         if lossless and priority not in lossless:
             extra, evidence = ["traffic_class.unprotected"], f"{evidence}; {_list_ports(roce, _describe_protected)}"
         protected = _join_numbers(lossless)
-        return setting("traffic_class.one", str(found), evidence, *extra, priority=priority, protected=protected)
+        return setting("traffic_class.one", str(tclass), evidence, *extra, priority=priority, protected=protected)
     if len(pfc_configs) > 1 and not classes:
         return note("traffic_class.pfc_differs", _list_ports(roce, _describe_protected))
     if len(lossless) == 1 and not classes:

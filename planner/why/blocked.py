@@ -189,8 +189,8 @@ class BlockedCalls:
         """
         trace = self.traces.get(other, RankTrace(rank=other))
         inside = trace.groups.get(call.group, ())
-        mine = inside.index(rank) if rank in inside else rank
-        ends = (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == mine)
+        peer = inside.index(rank) if rank in inside else rank
+        ends = (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == peer)
         return next((candidate for candidate in ends if candidate.op != call.op), None)
 
     def _is_over(self, rank: int, call: Call) -> bool:
@@ -257,10 +257,10 @@ class BlockedCalls:
 
     def _is_elsewhere(self, other: int, rank: int) -> bool:
         """Whether a rank has left a rank's call, or waits in another call of the group by a log."""
-        mine, wait = self.waits[rank].call, self.waits.get(other)
+        call, wait = self.waits[rank].call, self.waits.get(other)
         if wait is None or not self.traces[other].partial:
-            return not mine.p2p and self._has_left(other, rank)
-        return wait.call.group == mine.group and wait.call.number != mine.number
+            return not call.p2p and self._has_left(other, rank)
+        return wait.call.group == call.group and wait.call.number != call.number
 
     def _find_activity(self, rank: int) -> Activity:
         """What a rank does that others wait for: by its calls if it waits itself, else by its own file or its calls."""
@@ -277,7 +277,7 @@ class BlockedCalls:
             begun = self._last_written(rank) + facts.ages.get(rank, 0.0) - longest if longest is not None else 0.0
             return facts.find_activity_since(rank, begun)
         call, trace = waits[min(waits)].call, self.traces[rank]
-        last = next((made for made in reversed(trace.calls) if made.group == call.group), None)
+        last = next((earlier for earlier in reversed(trace.calls) if earlier.group == call.group), None)
         newest = trace.enqueued.get(call.group) or (last.number if last else 0)
         since = f"; its last call there is number {newest}" if newest else "; it has called nothing there"
         line = f", from {last.frames[0]}" if last and last.frames else ""

@@ -187,8 +187,8 @@ def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
 
     In the gate before a job, full memory fails even on a busy GPU: `agent.checks.view.fail_full_gpus`.
     """
-    held, size = count_held_bytes(gpu), gpu.memory_bytes or 0
-    if held is None or held < HELD_RATIO * size:
+    in_use, size = count_held_bytes(gpu), gpu.memory_bytes or 0
+    if in_use is None or in_use < HELD_RATIO * size:
         return
     used = gpu.memory_used_bytes or 0
     status = Status.INFO if gpu.utilization_ratio else Status.FAIL if is_full(gpu) else Status.WARN
@@ -249,16 +249,16 @@ def _check_heat(gpu: Gpu) -> Iterator[Finding]:
     slowdowns: list[tuple[str, float, str]] = []  # (code, minimum fraction of the clock that is lost, reason)
     if "hw_slowdown" in reasons and not reasons & (THERMAL | {"hw_power_brake"}):
         # nvml.h: core clocks are halved or lower due to heat, the power brake or a too fast increase in power draw.
-        why = "a hardware slowdown (heat, the power brake or a peak of power: the driver does not say)"
-        slowdowns.append(("gpu.clocks.slowdown", HW_SLOWDOWN_LOSS, why))
+        cause = "a hardware slowdown (heat, the power brake or a peak of power: the driver does not say)"
+        slowdowns.append(("gpu.clocks.slowdown", HW_SLOWDOWN_LOSS, cause))
     if hot := sorted(reasons & THERMAL):
         loss = HW_SLOWDOWN_LOSS if "hw_thermal" in reasons else 0.0
         slowdowns.append(("gpu.thermal.throttling", loss, f"heat ({', '.join(hot)})"))
     if "hw_power_brake" in reasons:
         slowdowns.append(("gpu.power.brake", HW_SLOWDOWN_LOSS, "the power brake of its supply (hw_power_brake)"))
     listed = ", ".join(gpu.throttle_reasons or ())
-    for code, loss, why in slowdowns:
-        yield finding(code, gpu, by_loss(_get_clock_loss(gpu, loss)), slowed=_describe_slow(gpu, why), reasons=listed)
+    for code, loss, cause in slowdowns:
+        yield finding(code, gpu, by_loss(_get_clock_loss(gpu, loss)), slowed=_describe_slow(gpu, cause), reasons=listed)
 
 
 _NAMED_ELSEWHERE = THERMAL | {"hw_slowdown", "hw_power_brake"}  # each has its own finding

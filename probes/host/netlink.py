@@ -36,7 +36,7 @@ _TYPE, _NESTED = 0x3FFF, 0x8000  # mask that removes NLA_F_NESTED and NLA_F_NET_
 _TRIES = 4  # if the list changes during the dump
 
 
-def ask_route(what: str) -> tuple[dict[str, Json], ...]:
+def ask_route(kind: str) -> tuple[dict[str, Json], ...]:
     """Return the "links", "addresses" or "routes" of this network namespace: one flat dict each, with pyroute2's names.
 
     Each list is read on its own socket, so that an overrun or a timeout does not affect later queries. Raises OSError
@@ -47,20 +47,20 @@ def ask_route(what: str) -> tuple[dict[str, Json], ...]:
     from pyroute2.netlink.exceptions import NetlinkDecodeError, NetlinkError
 
     try:
-        return asyncio.run(_list(what))
+        return asyncio.run(_list(kind))
     except NetlinkError as error:
         raise OSError(error.code, f"rtnetlink: {os.strerror(error.code)}") from None
     except NetlinkDecodeError as error:
         raise OSError(errno.EBADMSG, f"rtnetlink: {error.exception}") from None
     except TimeoutError:
-        raise OSError(errno.ETIMEDOUT, f"rtnetlink: no list of {what} in {_TIMEOUT_SECONDS:.0f} s") from None
+        raise OSError(errno.ETIMEDOUT, f"rtnetlink: no list of {kind} in {_TIMEOUT_SECONDS:.0f} s") from None
 
 
-async def _list(what: str) -> tuple[dict[str, Json], ...]:
+async def _list(kind: str) -> tuple[dict[str, Json], ...]:
     from pyroute2.iproute.linux import AsyncIPRoute
     from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
 
-    about = _TABLE["lists"][what]
+    about = _TABLE["lists"][kind]
     async with asyncio.timeout(_TIMEOUT_SECONDS):
         for _ in range(_TRIES):
             try:
@@ -69,7 +69,7 @@ async def _list(what: str) -> tuple[dict[str, Json], ...]:
                     return tuple([_decode(message, about["fields"], about["attributes"]) async for message in listed])
             except NetlinkDumpInterrupted:
                 continue  # the list changed during the dump
-    raise OSError(errno.EINTR, f"rtnetlink: {what} changed during each of {_TRIES} lists")
+    raise OSError(errno.EINTR, f"rtnetlink: {kind} changed during each of {_TRIES} lists")
 
 
 def _decode(message: Any, fields: Sequence[str], attributes: Sequence[str]) -> dict[str, Json]:
