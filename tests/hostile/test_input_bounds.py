@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +110,13 @@ def test_too_much_is_refused_by_name(what, reader, error, refused, tmp_path):
             reader(path)
         assert str(caught.value).strip(), (what, content[:40])
         assert len(str(caught.value)) < 2000, (what, content[:40])
+
+
+def test_blank_lines_cost_time_in_proportion() -> None:
+    """A pattern that searches for a line from each blank line before it took minutes."""
+    began = time.process_time()
+    read_text("ENV NCCL_DEBUG=INFO \\\n" + "\n" * 100_000, "dockerfile")
+    assert time.process_time() - began < 3.0
 
 
 @pytest.mark.long
