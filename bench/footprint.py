@@ -171,7 +171,7 @@ def published(folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, str], C
 
 
 def row(name: str, value: str, aim: str = "", is_met: bool | None = None) -> None:
-    """Print one line of the table. `held` is None for a figure without an aim."""
+    """Print one line of the table. `is_met` is None for a figure without an aim."""
     met = {True: "yes", False: "NO", None: ""}[is_met]
     print(f"| {name} | {value} | {aim} | {met} |", flush=True)
 

@@ -126,7 +126,7 @@ class Tier:
         ]
 
     def left(self, limit: float) -> float:
-        """Return the seconds for a step: `most`, or the rest of the time if that is less."""
+        """Return the seconds for a step: `limit`, or the rest of the time if that is less."""
         return max(1.0, min(limit, self.ends - time.monotonic()))
 
     def call(self, *command: str, limit: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

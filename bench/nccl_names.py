@@ -195,7 +195,7 @@ def releases_on_index(package: str, timeout_seconds: float = 120.0) -> tuple[str
 
 
 def merged(rows_before: Mapping[str, NcclName], releases: Mapping[Version, Mapping[str, Read]]) -> dict[str, NcclName]:
-    """Merge the names that the libraries read, by release (`seen`), into the rows of the table.
+    """Merge the names that the libraries read, by release (`releases`), into the rows of the table.
 
     First and last releases that came from the tags of the source stay, because there are more tags than wheels.
     """

@@ -47,7 +47,7 @@ def _least(reached: Callable[[float], bool]) -> float:
 
 
 def width(samples: Sequence[Sample], margin: float = 0.0) -> float:
-    """Return the standard deviation whose interval covers 80 % (plus `more`); NaN without samples."""
+    """Return the standard deviation whose interval covers 80 % (plus `margin`); NaN without samples."""
     if not samples:
         return math.nan
     rows = Counter(s.source for s in samples)

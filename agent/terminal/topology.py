@@ -62,7 +62,7 @@ def print_brief(out: Console, topology: NodeTopology, findings: Sequence[Finding
 
 
 def list_link_properties(topology: NodeTopology, limit: int = 2) -> Iterator[tuple[str, str]]:
-    """Return the links between GPUs, `most` of each GPU's nearest NICs, and the rate that the links should reach."""
+    """Return the links between GPUs, `limit` of each GPU's nearest NICs, and the rate that the links should reach."""
     gpus = {gpu.name for gpu in topology.gpus}
     labels = Counter(pair.label for pair in topology.pairs if {pair.a, pair.b} <= gpus)
     if labels:
