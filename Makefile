@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests that measure this host, or that hold its benchmark lock, run one at a time (ALONE). Tests with ranks, network
-# namespaces, guests, containers, browsers or Prometheus servers wait for most of their time, so six files of them run at
+# namespaces, guests, containers, browsers or Prometheus servers wait for most of their time, so four files of them run at
 # once on two cores (SHARED). A file runs in one worker and starts its ranks and servers once. The files that take
 # longest start first (tests/conftest.py).
 ALONE := alone or gpu
@@ -56,7 +56,7 @@ test-short: $(READY)
 test-rest: test-two test-alone
 
 test-two: $(READY)
-	$(PYTEST) -q -n 6 $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
+	$(PYTEST) -q -n 4 $(SPREAD) -m "($(SHARED)) and not ($(ALONE) or real or nightly)"
 
 test-alone: $(READY)
 	$(PYTEST) -q -m "($(ALONE)) and not (real or nightly)"
