@@ -74,8 +74,8 @@ class TrlOfFsdp1(Trl):
         loss = super().logits(share)
         if not (share.sharded and share.adapters and share.layout.checkpointing == "full"):
             return loss
-        kept = share.layers * share.element * share.tokens * share.model.hidden
-        return max(loss, kept + self.layer_activations(share))
+        inputs = share.layers * share.element * share.tokens * share.model.hidden
+        return max(loss, inputs + self.layer_activations(share))
 
 
 def _stack(row: dict[str, Any]) -> Stack:

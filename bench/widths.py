@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from planner.forecast.calibration import ADAPTERS, LONG, MIXTURE, PLAIN, Z80
 
-MIN_ROWS = 20  # rows that a kind of job needs for a width of its own
+MIN_ROWS = 20  # rows that a kind of job needs for a separate width
 # COVERED is the share with each source weighted by the root of its number of rows, so that long tables do not dominate.
 # LEAST bounds the share of all rows, each with the same weight.
 COVERED, LEAST = 0.80, 0.76

@@ -589,7 +589,7 @@ class _Reader(Expander):
         self._left = "" if self._left == "return" else self._left
 
     def _start(self, argv: list[Word], index: int, line: int) -> None:
-        """Start the program `words[at]`. It gets the exported variables, changed by the words of its command."""
+        """Start the program `argv[index]`. It gets the exported variables, changed by the words of its command."""
         started, program, sets = self._started, argv[index:], False
         idle = is_idle(program)
         command = " ".join(word.text for word in argv)[:MAX_OPTIONS] + " "

@@ -39,7 +39,7 @@ XIDS = "nvmlEventSetWait"
 _STALE_HANDLE = {1, 2, 15, 16}  # the driver or the GPU is gone: request a new handle for the next call
 _XID_EVENT = 8  # nvmlEventTypeXidCriticalError
 _NO_FIELD = {2, 3}  # INVALID_ARGUMENT of a driver that is older than the field; NOT_SUPPORTED of the board
-_MAX_EVENTS = 1024  # limit per driver load; the newest are kept
+_MAX_EVENTS = 1024  # limit per driver load; older ones are dropped
 _MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # nvmlValueType_t -> union member
 
 

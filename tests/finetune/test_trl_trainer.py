@@ -151,9 +151,9 @@ def test_4_bit_weights_are_stored_in_the_type_that_fsdp_shards() -> None:
     from finetune import sft_trl
 
     asked = JobPlan(trl={"bnb_4bit_quant_storage": "uint8", "load_in_4bit": True, "model_name_or_path": "own/llama"})
-    for layout, kept in ((Layout(world_size=2, dp_shard=2), "bfloat16"), (Layout(world_size=1), "uint8")):
+    for layout, storage in ((Layout(world_size=2, dp_shard=2), "bfloat16"), (Layout(world_size=1), "uint8")):
         model = sft_trl.parse(asked, JobConfig(output_dir="out"), layout, False, print)[2]
-        assert (model.bnb_4bit_quant_storage, model.use_bnb_nested_quant) == (kept, True)
+        assert (model.bnb_4bit_quant_storage, model.use_bnb_nested_quant) == (storage, True)
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:

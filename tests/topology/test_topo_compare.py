@@ -77,8 +77,8 @@ def test_identifiers_count_if_most_are_equal():
     """One of eight boards was replaced, one of four rails is in another subnet; other hosts and racks share none."""
     gpus = snapshot(HGX).facts(GpuFacts).gpus
     others = [replace(gpu, uuid=f"other {gpu.index}") for gpu in gpus]
-    mended, elsewhere = changed(HGX, "gpu", gpus=(others[0], *gpus[1:])), changed(HGX, "gpu", gpus=tuple(others))
-    assert messages(diff(snapshot(HGX), mended)) == [f"GPU0 board (UUID) {gpus[0].uuid} -> other 0"]
+    replaced, elsewhere = changed(HGX, "gpu", gpus=(others[0], *gpus[1:])), changed(HGX, "gpu", gpus=tuple(others))
+    assert messages(diff(snapshot(HGX), replaced)) == [f"GPU0 board (UUID) {gpus[0].uuid} -> other 0"]
     assert messages(diff(rails(103), rails(7))) == ["ens3 network 10.103.0.0/24 -> 10.7.0.0/24"]
     assert not (*diff(snapshot(HGX), elsewhere), *diff(rails(103), rails(203, first=200)))
     assert not diff(rails(103), rails("damaged"))

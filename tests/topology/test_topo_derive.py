@@ -120,7 +120,7 @@ def test_what_follows_from_the_pairs():
         "a switch's do not": (rate(node(8, dict.fromkeys(combinations(range(8), 2), "NV12"))), 240.0),
         "PCIe cards are no HGX": (find_reference(node(8, {}, model="NVIDIA H100 PCIe")), None),
         "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
-        "and the loss is told": ("This node has 7 GPUs, HGX H100/H200 has 8" in describe_departures(SEVEN), True),
+        "and its loss is reported": ("This node has 7 GPUs, HGX H100/H200 has 8" in describe_departures(SEVEN), True),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "a board of unknown model may be one": (
             [codes(with_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
