@@ -12,7 +12,7 @@ from typing import Any
 
 from contracts.tables import read_table
 from topology.check import describe_departures
-from topology.graph import SELF, UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs
+from topology.graph import SELF, UNKNOWN, Device, NearestNic, NicNode, NodeTopology, Pairs
 from topology.paths import with_expectations
 
 Json = dict[str, Any]
@@ -60,7 +60,7 @@ def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
     return tuple((title, name) for title, name in titles if any(getattr(gpu, name) is not None for gpu in node.gpus))
 
 
-def _format_affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
+def _format_affinity(device: Device, affinity: tuple[tuple[str, str], ...]) -> str:
     """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
     titles = () if isinstance(device, NicNode) else affinity
     tabs = {title: "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t" for title, _ in titles}
