@@ -12,7 +12,7 @@ from typing import Any
 
 from contracts.tables import read_table
 from topology.check import describe_departures
-from topology.graph import SELF, UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs
+from topology.graph import SELF, UNKNOWN, Device, NearestNic, NicNode, NodeTopology, Pairs
 from topology.paths import with_expectations
 
 Json = dict[str, Any]
@@ -56,7 +56,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _format_affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
+def _format_affinity(device: Device, affinity: tuple[tuple[str, str], ...]) -> str:
     """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
     titles = () if isinstance(device, NicNode) else affinity
     tabs = {title: "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t" for title, _ in titles}
