@@ -69,12 +69,11 @@ def print_evidence(out: Console, result: Evidence, *, verbose: bool = False) -> 
     hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
     noun = "channel" if max(result.send.total, result.receive.total) == 1 else "channels"
     counts = f"{directions} {noun}{hidden}" if directions else "no channel seen"
-    word = {"none": "no evidence"}.get(result.gdrdma, result.gdrdma)
     rows = [
         ("library", f"{result.library} {(result.nccl_version or 'version unknown').removeprefix('RCCL ')}"),
         ("between nodes", result.inter_node_transport or "none seen"),
         ("within a node", result.intra_node_transport or "none seen"),
-        ("GPUDirect RDMA", f"{word}: {counts}"),
+        ("GPUDirect RDMA", f"{'no evidence' if result.gdrdma == 'none' else result.gdrdma}: {counts}"),
     ]
     if result.missing_ranks:
         rows.append(("ranks", f"{result.ranks}, no line of {rank_words(result.missing_ranks)}"))
@@ -88,7 +87,8 @@ def print_evidence(out: Console, result: Evidence, *, verbose: bool = False) -> 
     for host, networks in result.by_host.items():
         for network, way in networks.items():
             rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
-            hosts.setdefault(f"{way.total} via {'COLL' * (network == 'SHARP')}NET/{network}{rdma}", []).append(host)
+            family = "NET" if f"NET/{network}" in result.transports else "COLLNET"
+            hosts.setdefault(f"{way.total} via {family}/{network}{rdma}", []).append(host)
     rows += [("", f"{list_names(names)}: {text}{' each' * (len(names) > 1)}") for text, names in hosts.items()]
     rows.append(("NVLS", _NVLINK_WORDS[result.nvls_use]))
     if result.mnnvl_use not in ("unknown", "off"):

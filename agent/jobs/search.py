@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def make_findings(result: SearchResult) -> list[Finding]:
 def _make_unjudged(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
     if verdict.state == "not judged":
         reason = verdict.seen or _TABLE["why"][verdict.reason]
-        return make_finding("search.node.unjudged", node, evidence=evidence, why=reason)
+        return replace(make_finding("search.node.unjudged", node, evidence=evidence, why=reason), required=True)
     if verdict.reason in ("lost", "stuck"):
         return make_finding(f"search.node.{verdict.reason}", node, evidence=evidence, why=verdict.seen)
     rates = {what: compute_loss(m for m in verdict.measures if m.what == what) for what in verdict.what}
