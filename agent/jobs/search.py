@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import units
-from agent.base.output import render_template
+from agent.base.output import explain_unwritable, render_template
 from agent.checks.codes import make_finding
 from agent.jobs.benchmark import advise_network_environment, describe_links, list_gpu_processes, list_gpus
 from collectives.bench.plan import SpecError
@@ -50,6 +50,8 @@ def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> Sea
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
     if not 0 <= node < nodes:
         raise SpecError(f"node_rank: {node} is not allowed; allowed: 0 to {nodes - 1}")
+    if node == 0 and options["journal"] and (problem := explain_unwritable(options["journal"])):
+        raise SpecError(f"journal: {options['journal']}: {problem}")
     gpus = list_gpus(snapshots[:1])
     ranks = options["ranks"] or launched.get("ranks") or len(gpus) or 1
     backend = detect_backend()
