@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,7 @@ from collectives.nccl_log.transport import Evidence
 from collectives.search.plan import SearchResult
 from contracts.run_record import Communication, RunRecord, compare
 from contracts.tables import read_table
-from probes.api import Failed, Metric, Ok
+from probes.api import Failed, Metric, Ok, make_metric
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
@@ -38,7 +40,8 @@ MAX_TRANSPORTS = 16
 MAX_COLLECTIVES = 16  # kinds of collectives in a step
 
 TABLE = read_table(__file__, "metrics.toml")  # dashboards/generate.py reads what it says about labels
-OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in TABLE["metrics"])
+OWN: tuple[Metric, ...] = tuple(make_metric(row["name"], row) for row in TABLE["metrics"])
+_RUN_FACTS = {row["name"]: attrgetter(row["fact"]) for row in TABLE["metrics"] if "fact" in row}
 CATALOGUE: tuple[Metric, ...] = (*OWN, *(metric for probe in ALL for metric in probe.metrics))
 
 
@@ -128,7 +131,7 @@ def _list_fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
     """Return the time of each probe's facts; a failed probe has no fact and therefore no time."""
     (snapshot,) = view.snapshots
     times = {
-        name: snapshot.taken_at_seconds for name, found in snapshot.outcomes.items() if not isinstance(found, Failed)
+        name: snapshot.taken_at_seconds for name, each in snapshot.outcomes.items() if not isinstance(each, Failed)
     }
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
@@ -212,18 +215,10 @@ def _run_values(view: View) -> Iterator[tuple[str, Values]]:
     ends = Counter(record.status for record in view.runs)
     yield "runs", [((status,), float(count)) for status, count in ends.most_common(8)]
     last = view.runs[0]
-    measured, communication = last.measured, last.communication or Communication()
+    communication = last.communication or Communication()
     yield "run_success", [((), float(last.status == "complete"))]
-    for name, number in (
-        ("run_steps", last.steps_done),
-        ("run_step_seconds", measured.step_seconds),
-        ("run_memory_bytes", measured.memory_bytes),
-        ("run_tokens_per_second", measured.tokens_per_second),
-        ("run_mfu_ratio", measured.mfu),
-        ("run_communication_ratio", communication.share),
-        ("run_exposed_communication_ratio", communication.exposed_share),
-    ):
-        if number is not None:
+    for name, get_fact in _RUN_FACTS.items():
+        if (number := get_fact(replace(last, communication=communication))) is not None:
             yield name, [((), float(number))]
     yield "run_forecast_step_seconds", _list_bounds(last, "step_seconds")
     yield "run_forecast_memory_bytes", _list_bounds(last, "memory_bytes")

@@ -459,29 +459,29 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
 POD_ROLES = {"pod-default", "secondary", "loopback"}  # roles of interfaces in a pod's network namespace
 
 
-def adapt_to_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
+def adapt_to_pods(advice: Recommendation, hosts: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
     """Adapt the settings to a pod's network namespace: use its interface names and GIDs, or omit the setting.
 
     An interface is named only if the record of an agent in the pod network shows it under that name. A GID index refers
-    to the GID table that the pod sees. `here` means that `found` is the machine this process runs on.
+    to the GID table that the pod sees. `here` means that the only host is the machine this process runs on.
     """
     roles: dict[str, set[str]] = {}
     if not here or os.environ.get("KUBERNETES_SERVICE_HOST"):
-        for snapshot in found:
+        for snapshot in hosts:
             facts = snapshot.facts(InterfacesFacts)
             for link in facts.interfaces if facts else ():
                 roles.setdefault(link.name, set()).add(link.role)
     inside = {name for name, its_roles in roles.items() if its_roles <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
-    hosts = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
+    source = "this machine" if here else ", ".join(snapshot.hostname for snapshot in hosts[:2])
     settings, notes = [], []
     for setting in advice.settings:
         wrong = ""
         if setting.name.endswith("_SOCKET_IFNAME"):
             names = [name for name in setting.value.lstrip("^=").split(",") if name not in inside]
-            wrong = f"{', '.join(names)} is an interface of {hosts}, and pods have their own" if names else ""
+            wrong = f"{', '.join(names)} is an interface of {source}, and pods have their own" if names else ""
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
-            wrong = f"it is an index into the GID table of {hosts}, and a pod sees another table"
+            wrong = f"it is an index into the GID table of {source}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
             needed = "is a file of the node's image; the pod's image must have it too"
             notes.append(f"{setting.name}={setting.value} {needed}")

@@ -141,12 +141,12 @@ def fill_unset(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str,
     if train is None or model is None:
         return {}
     kernel = "flash_attention_2" if train.attention == "flash" else train.attention
-    made = {
+    plan = {
         name: getattr(train, field) for name, field in _TABLE["planned"].items() if name != "max_steps" or train.steps
     }
-    made |= {"use_peft": train.method != "full", "load_in_4bit": train.method == "qlora", "attn_implementation": kernel,
+    plan |= {"use_peft": train.method != "full", "load_in_4bit": train.method == "qlora", "attn_implementation": kernel,
              "model_name_or_path": hub_id(model.name) or model.name}  # fmt: skip
-    return {name: value for name, value in made.items() if name not in explicit}
+    return {name: value for name, value in plan.items() if name not in explicit}
 
 
 def explain_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:

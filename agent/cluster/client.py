@@ -47,17 +47,12 @@ _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, in the f
 AGAIN = (429, 500, 502, 503, 504)  # status while the API server is busy, starting or behind a load balancer
 
 
-# Reason of a failed call, by the API server's status. The metric label `reason` has no other values.
+# Reason of a failed call, by the API server's status; any other status is a server error ("server"). The metric label
+# `reason` has no other values.
 REASONS = {
     0: "unreachable", 400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "missing", 409: "conflict",
     410: "expired", 422: "invalid", 429: "busy",
 }  # fmt: skip
-
-
-def get_reason(status: int) -> str:
-    """Return the reason for a status; an unlisted status is a server error."""
-    return REASONS.get(status, "server")
-
 
 Tally = defaultdict[tuple[str, ...], float]
 """What a thread that asks the API server counts, by metric family and the values of its labels; that thread writes."""

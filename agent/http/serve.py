@@ -178,12 +178,12 @@ def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
     from agent.cluster.nodes import make_record
 
     name = options["node_name"] or os.uname().nodename
-    made: tuple[Any, Any] = None, None
+    newest: tuple[Any, Any] = None, None
 
     def latest() -> Any:
-        nonlocal made
-        if (view := state.view) is not made[0]:
-            made = view, make_record(view, name=name, interval_seconds=options["publish_interval"])
-        return made[1]
+        nonlocal newest
+        if (view := state.view) is not newest[0]:
+            newest = view, make_record(view, name=name, interval_seconds=options["publish_interval"])
+        return newest[1]
 
     return latest

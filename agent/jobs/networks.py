@@ -279,7 +279,7 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
     request = build_job_request(request, options["config"], options["overrides"])
     if reason := why_unavailable():
         raise NamespaceError(reason)
-    found = read_snapshots((), ALL)
+    scans = read_snapshots((), ALL)
     place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     job = _LocalComparison(request=request, options=options, folder=place.absolute())
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -299,7 +299,7 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         for network, result in zip(over, results, strict=True):
             progress.step(f"networks: run over {network.name}, {network.rate}")
             bars.append(job.bar(hosts, network, result, timed))
-    devices = [device.name for snapshot in found if (facts := snapshot.facts(RdmaFacts)) for device in facts.devices]
+    devices = [device.name for scan in scans if (facts := scan.facts(RdmaFacts)) for device in facts.devices]
     reason = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
     rdma = NetworkBar(network="RDMA", status="not available", why=reason if devices else "no RDMA device on this host")
     records = [run_record.read(Path(bar.record)) for bar in bars if bar.record]
@@ -342,13 +342,13 @@ def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
     if options["dry_run"]:
         for bar in bars:
             print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        made = [*cluster_job.build_claim(options), *(document for _, of_network in jobs for document in of_network)]
-        print_text(render_documents(made), nl=False)
+        documents = [*cluster_job.build_claim(options), *(each for _, of_network in jobs for each in of_network)]
+        print_text(render_documents(documents), nl=False)
         return None
     client = connect(options["context"])
     for number, (network, of_network) in enumerate(jobs):
-        made = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
-        bars.append(run(client, made, network, options["api"], seconds=options["timeout"]))
+        documents = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
+        bars.append(run(client, documents, network, options["api"], seconds=options["timeout"]))
     order = {network.name: place for place, network in enumerate(networks)}
     return add_cost(NetworkBars(
         title=_make_title(request.model, layout.family, layout.world_size),
