@@ -83,7 +83,7 @@ class Sample:
     labels: tuple[str, ...] = ()
 
 
-def sample_known(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...] = ()) -> Iterator[Sample]:
+def sample_known(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...]) -> Iterator[Sample]:
     """Yield a sample, with these labels, for each metric whose value is known."""
     for metric, value in values:
         if value is not None:
