@@ -104,7 +104,7 @@ def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
     outcomes = snapshot.outcomes.items()
     yield "scan_timestamp_seconds", [((), snapshot.taken_at_seconds)]
     yield "hosts", [((), 1.0)]
-    yield "fact_timestamp_seconds", list(_list_fact_times(view))
+    yield "fact_timestamp_seconds", _list_fact_times(view)
     yield "probe_success", [((name,), float(not isinstance(outcome, Failed))) for name, outcome in outcomes]
     yield "probe_duration_seconds", [((name,), float(getattr(outcome, "seconds", 0.0))) for name, outcome in outcomes]
     bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
@@ -127,20 +127,18 @@ def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "gate_status", [((word,), float(view.verdict.word == word)) for word in STATUSES if word != "info"]
 
 
-def _list_fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
+def _list_fact_times(view: View) -> Values:
     """Return the time of each probe's facts; a failed probe has no fact and therefore no time."""
     (snapshot,) = view.snapshots
-    times = {
-        name: snapshot.taken_at_seconds for name, each in snapshot.outcomes.items() if not isinstance(each, Failed)
-    }
+    answered = (name for name, outcome in snapshot.outcomes.items() if not isinstance(outcome, Failed))
+    times = dict.fromkeys(answered, snapshot.taken_at_seconds)
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
     if view.search is not None:
         times["search"] = view.search.began + view.search.seconds
     if view.runs and (ended := parse_time(view.runs[0].ended_at or view.runs[0].started_at)):
         times["run"] = ended
-    for name, seconds in times.items():
-        yield (name,), seconds
+    return [((name,), seconds) for name, seconds in times.items()]
 
 
 def _list_link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:

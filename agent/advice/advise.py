@@ -64,7 +64,7 @@ class Request:
     tokens: int | None = None  # of the whole run, alternative to steps
     epochs: float | None = None  # of the whole run, alternative to steps: passes over the rows
     rows: int | None = None  # in the data set
-    unmeasured: str = ""  # why the data set's rows were not measured
+    unmeasured: str = ""  # reason that the data set's rows were not measured; empty if they were
     price: str | None = None  # per node-hour: a number, or a YAML file with a number for each machine
     hours: float | None = None  # duration of the whole run; gives the number of steps
     ranks_per_node: int | None = None
@@ -263,9 +263,8 @@ def _count_steps(request: Request, ranked: RankedLayout) -> int | None:
     if request.epochs is None or (rows is None and request.unmeasured):
         return train.steps
     if rows is None:
-        raise RequestError(
-            "epochs: the number of rows is unknown; give rows or lengths, or a data set in the file of --config"
-        )
+        hint = "give rows or lengths, or a data set in the file of --config"
+        raise RequestError(f"epochs: the number of rows is unknown; {hint}")
     if train.packing and train.length_histogram:  # several rows are packed into one sequence
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
     per_epoch = max(1, math.ceil(rows / ranked.layout.global_batch))  # the last batch contains the remaining rows

@@ -111,12 +111,11 @@ def add_job_settings(request: Request, config: JobConfig, explicit: Mapping[str,
         return request
     requested: dict[str, Any] = dict(_TRL_DEFAULTS) if request.train.engine == TRL else {}
     requested |= {field: getattr(config, name) for name, field in _TABLE["planned"].items() if name in explicit}
-    if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(explicit) and explicit.get(
-        "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
+    model = explicit.get("model_name_or_path")
+    if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(explicit) and model != f"{RANDOM}{EMBEDDED_MODEL}":
         requested["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
-    if {"model_name_or_path", "max_length"} & set(explicit) == {"model_name_or_path"} and (
-        request.train.sequence_length == TrainSpec().sequence_length
-    ):
+    is_default = request.train.sequence_length == TrainSpec().sequence_length
+    if "model_name_or_path" in explicit and "max_length" not in explicit and is_default:
         # TRL's default applies to a complete job that does not set this
         requested["sequence_length"] = config.max_length
     if "attn_implementation" in explicit:

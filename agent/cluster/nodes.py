@@ -464,7 +464,7 @@ def _explain_silence(record: NodeRecord | None, now: float) -> str:
 def check_record(name: str, record: NodeRecord) -> list[Finding]:
     """Return the findings of a record, and its verdict if that is worse than all findings."""
     statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
-    row = [
+    findings = [
         Finding(code=str(entry.get("code", "")), node=name,
                 status=statuses.get(str(entry.get("severity")), Status.WARN), subject=str(entry.get("subject", "")),
                 message=str(entry.get("message", "")), remedy=str(entry.get("remedy", "")),
@@ -472,10 +472,7 @@ def check_record(name: str, record: NodeRecord) -> list[Finding]:
         for entry in record.findings
     ]  # fmt: skip
     worst = record.verdict
-    if worst in statuses and not any(check.status in (worst, "fail") for check in row):
-        row.append(replace(
-            make_finding(_VERDICT, name, statuses[worst], word=worst), required=worst == "unknown"
-        ))  # fmt: skip
-    else:
-        row.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
-    return row
+    if worst in statuses and not any(check.status in (worst, "fail") for check in findings):
+        verdict = make_finding(_VERDICT, name, statuses[worst], word=worst)
+        return [*findings, replace(verdict, required=worst == "unknown")]
+    return [*findings, Finding(code=_VERDICT, status=Status.PASS, node=name)]

@@ -311,9 +311,8 @@ def cluster_page(data: WorkerData, *, source: str, interval: float, node: str | 
     return make_page(pages.render_published_page(fleet, record, source=source))
 
 
-QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one for one in (recommendations, what_if, nodes, cluster_page)
-}
+_FUNCTIONS: tuple[Callable[..., Answer], ...] = (recommendations, what_if, nodes, cluster_page)
+QUESTIONS = {function.__name__: function for function in _FUNCTIONS}
 
 
 def read_form(form: Mapping[str, str]) -> advise.Request:

@@ -175,16 +175,15 @@ def add_run(bar: NetworkBar, record: run_record.RunRecord | None, interface: str
 def add_cost(comparison: NetworkBars) -> NetworkBars:
     """Add time and cost of the whole run."""
 
-    def whole(bar: NetworkBar) -> NetworkBar:
+    def add(bar: NetworkBar) -> NetworkBar:
         if bar.step_seconds is None:
             return bar
         seconds, price = bar.step_seconds * comparison.steps, comparison.node_hour_price
         cost = None if price is None else seconds / 3600 * comparison.nodes * price
-        return replace(
-            bar, run_seconds=seconds, cost=cost, run_forecast=bar.forecast and bar.forecast.scaled(comparison.steps)
-        )
+        forecast = bar.forecast and bar.forecast.scaled(comparison.steps)
+        return replace(bar, run_seconds=seconds, cost=cost, run_forecast=forecast)
 
-    return replace(comparison, bars=tuple(map(whole, comparison.bars)))
+    return replace(comparison, bars=tuple(map(add, comparison.bars)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -451,11 +450,11 @@ def run(client: Client, documents: Sequence[Document], network: Network, api: st
     return add_run(bar, record, network.name, rdma=network.rdma)
 
 
-def draw_bars(comparison: NetworkBars) -> str:
+def draw_bars(networks: NetworkBars) -> str:
     """Draw the bars as a self-contained SVG: step time, the forecast's interval, time and cost of the whole run."""
-    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in comparison.bars)])
-    best = min((b.step_seconds for b in comparison.bars if b.step_seconds), default=0.0)
-    return render_template(__file__, "networks.svg.j2", found=comparison, full=full, best=best, label_bar=label_bar)
+    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in networks.bars)])
+    best = min((b.step_seconds for b in networks.bars if b.step_seconds), default=0.0)
+    return render_template(__file__, "networks.svg.j2", networks=networks, full=full, best=best, label_bar=label_bar)
 
 
 def label_bar(bar: NetworkBar, best: float) -> tuple[str, str]:
