@@ -29,6 +29,7 @@ Status = Callable[[Iterable[str | None]], str]
 
 
 CELL, GAP = 100, 20  # width of a device's column, and space between columns; svg.j2 has the heights
+_MAX_LETTERS = 14  # of a name in a box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +226,6 @@ def _classify(label: str) -> str:
     return word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
-def _cut(text: str, limit: int = 14) -> str:
+def _cut(text: str) -> str:
     """Truncate a name to fit its box; the box's title has the full name."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _MAX_LETTERS else text[: _MAX_LETTERS - 1] + "…"
