@@ -177,10 +177,8 @@ def _list_bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     is_complete = result.complete and bool(verified) and len(verified) == len(result.measurements)
     yield "bench_success", [((), float(is_complete))]
     yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in slowest.items()]
-    yield (
-        "bench_expected_busbw_bytes_per_second",
-        [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)],
-    )
+    expected: Values = [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)]
+    yield "bench_expected_busbw_bytes_per_second", expected
     lowest: Values = [
         (k, low) for k, m in slowest.items() if is_judged_result(m) and (low := find_least_bandwidth(m)) is not None
     ]

@@ -495,6 +495,7 @@ def adapt_to_pods(advice: Recommendation, hosts: Sequence[Snapshot], *, here: bo
 # The same job on other machines, node counts and networks.
 
 MAX_POINTS = 64
+ASSUMED_TOKENS = 1e9  # of a run without a budget
 WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
                   "steps", "price")  # fmt: skip
 """The fields of a question that the what-if page asks for."""
@@ -528,9 +529,6 @@ def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierP
         raise RequestError(str(error)) from None
 
 
-PER_TOKENS = 1e9
-
-
 def count_tokens(request: Request, train: TrainSpec) -> float:
     """Return the number of tokens of the whole run without padding; one billion if the request has no budget."""
     histogram = train.length_histogram
@@ -541,4 +539,4 @@ def count_tokens(request: Request, train: TrainSpec) -> float:
         return request.epochs * rows * mean
     if train.steps is not None:
         return train.steps * (train.global_batch or 1) * mean
-    return PER_TOKENS
+    return ASSUMED_TOKENS

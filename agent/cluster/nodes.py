@@ -214,9 +214,8 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
         "verdict": record.verdict,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # no agent watches the node now, so its last verdict is outdated
-        status |= {
-            "stoppedAt": timestamp(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
-        }  # fmt: skip
+        stopped_at = timestamp(record.stopped_at_seconds)
+        status |= {"stoppedAt": stopped_at, "verdict": "unknown", "lastVerdict": record.verdict}
     values = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in status.items()
