@@ -64,7 +64,7 @@ EMBEDDED_REQUEST: dict[str, Any] = {
 OURS, TRL = "topoflight", "trl"  # the trainers finetune.loop and finetune.sft_trl; also the names of their stacks
 
 
-class Settings(NamedTuple):
+class JobSettings(NamedTuple):
     """The settings of a job."""
 
     job: JobConfig
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
     only_trl: dict[str, None]  # settings that only TRL's trainer has, with their values
 
 
-def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> Settings:
+def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> JobSettings:
     """Read the job's settings; for another trainer than the built-in one also those that only TRL's trainer has.
 
     Raises RequestError that names the file or argument.
@@ -96,7 +96,7 @@ def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = 
         raise RequestError(f"{option} {error}") from None
     if trainer != OURS:
         explicit |= {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)}
-    return Settings(job_config, explicit, notes, raw, only_trl)
+    return JobSettings(job_config, explicit, notes, raw, only_trl)
 
 
 def read_explicit_settings(advice: Recommendation, options: Mapping[str, Any]) -> dict[str, Any]:

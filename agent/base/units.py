@@ -1,4 +1,4 @@
-"""Format bytes, rates and seconds for people: decimal units for rates, binary units for memory."""
+"""Format bytes, rates, times and counts for people, and parse sizes. Rates have decimal units, memory binary ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb evidence."""
+"""The verb evidence: print what NCCL's logs prove about transports, and the problems in them with their remedies."""
 
 from __future__ import annotations
 

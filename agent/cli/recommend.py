@@ -1,4 +1,4 @@
-"""The verb recommend."""
+"""The verb recommend: print or export environment and layout, or compare machines, numbers of nodes and layouts."""
 
 from __future__ import annotations
 

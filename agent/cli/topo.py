@@ -1,4 +1,4 @@
-"""The verb topo."""
+"""The verb topo: read the topology of hosts, a matrix or NCCL's XML, and print, draw or export it."""
 
 from __future__ import annotations
 

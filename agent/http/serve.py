@@ -1,4 +1,4 @@
-"""The verb serve."""
+"""The verb serve: check the options, listen, and start the agent with its scans, publisher and HTTP application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print environment, layout and forecast on the terminal."""
+"""Print the environment, layout and forecast of a recommendation; the pages use the same words."""
 
 from __future__ import annotations
 
