@@ -94,9 +94,9 @@ def list_agent_values(view: View) -> Iterator[tuple[str, Values]]:
         if view.bench.evidence is not None:
             yield from _list_evidence_values(view.bench.evidence)
     if view.search is not None:
-        yield from _search_values(view.search)
+        yield from _list_search_values(view.search)
     if view.runs:
-        yield from _run_values(view)
+        yield from _list_run_values(view)
 
 
 def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
@@ -169,20 +169,16 @@ def _list_bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
     sizes = sorted({m.bytes for m in verified})[-MAX_SIZES:]
     # if several groups measured one size, the slowest counts, because a job waits for it
-    slowest = {
-        (m.op, str(m.bytes)): m
-        for m in sorted(verified, key=lambda m: m.busbw_bytes_per_second, reverse=True)
-        if m.bytes in sizes
-    }
+    largest = (m for m in verified if m.bytes in sizes)
+    fastest_first = sorted(largest, key=lambda m: m.busbw_bytes_per_second, reverse=True)
+    slowest = {(m.op, str(m.bytes)): m for m in fastest_first}
     is_complete = result.complete and bool(verified) and len(verified) == len(result.measurements)
     yield "bench_success", [((), float(is_complete))]
     yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in slowest.items()]
     expected: Values = [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)]
     yield "bench_expected_busbw_bytes_per_second", expected
-    lowest: Values = [
-        (k, low) for k, m in slowest.items() if is_judged_result(m) and (low := find_least_bandwidth(m)) is not None
-    ]
-    yield "bench_least_busbw_bytes_per_second", lowest
+    lowest = {k: find_least_bandwidth(m) for k, m in slowest.items() if is_judged_result(m)}
+    yield "bench_least_busbw_bytes_per_second", [(k, low) for k, low in lowest.items() if low is not None]
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:MAX_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
@@ -199,7 +195,7 @@ def _list_evidence_values(log: Evidence) -> Iterator[tuple[str, Values]]:
     yield "log_problems", [(key, float(count)) for key, count in problems.items()]
 
 
-def _search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
+def _list_search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
     count = Counter(verdict.state for verdict in result.verdicts)
     yield "search_nodes", [((state,), float(count[state])) for state in ("good", "bad", "not judged")]
     yield "search_bad_links", [((), float(len(result.links)))]
@@ -207,7 +203,7 @@ def _search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
         yield "search_visible_loss_ratio", [((), result.visible_loss)]
 
 
-def _run_values(view: View) -> Iterator[tuple[str, Values]]:
+def _list_run_values(view: View) -> Iterator[tuple[str, Values]]:
     ends = Counter(record.status for record in view.runs)
     yield "runs", [((status,), float(count)) for status, count in ends.most_common(8)]
     last = view.runs[0]
