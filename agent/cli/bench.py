@@ -220,7 +220,7 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
     sys.exit(result.exit_code)
 
 
-def show_networks(out: Console, comparison: NetworkBars, *, verbose: bool) -> None:
+def show_networks(out: Console, comparison: NetworkBars, *, verbose: bool = False) -> None:
     """Print the verdict and the bars; if `verbose`, also the evidence."""
     from rich.markup import escape
 

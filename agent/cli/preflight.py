@@ -110,7 +110,7 @@ def _escape_command(text: str, *, attribute: bool = False) -> str:
     return text.replace(":", "%3A").replace(",", "%2C") if attribute else text
 
 
-def print_report(out: Console, report: Report, *, verbose: bool, everything: bool) -> None:
+def print_report(out: Console, report: Report, *, verbose: bool = False, everything: bool = False) -> None:
     """Print the verdict and the remedy, then the facts behind them; `verbose` adds hosts, links and evidence."""
     from rich.markup import escape
 

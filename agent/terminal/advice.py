@@ -17,7 +17,7 @@ FIRST_SETTINGS = 3
 MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
 
 
-def print_recommendation(out: Console, advice: Recommendation, *, brief: bool) -> None:
+def print_recommendation(out: Console, advice: Recommendation, *, brief: bool = False) -> None:
     """Print the layout with its forecast, then the settings; unless `brief`, also reasons and other layouts."""
     if advice.chosen is None and advice.model is not None:
         _print_no_layout(out, advice)

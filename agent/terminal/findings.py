@@ -48,7 +48,7 @@ def print_unknown_checks(out: Console, groups: Sequence[FindingGroup]) -> None:
         print_indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
-def print_group(out: Console, group: FindingGroup, *, nodes_named: bool, brief: bool = False) -> None:
+def print_group(out: Console, group: FindingGroup, *, nodes_named: bool = False, brief: bool = False) -> None:
     """Print one finding: what, where and the remedy, and unless `brief` the evidence and every message.
 
     `nodes_named` prints the node even if there is only one. If `brief`, many names are joined in Slurm's notation.

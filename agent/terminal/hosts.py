@@ -127,7 +127,7 @@ def _describe_speed(interface: Interface) -> str:
 TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measure again."}
 
 
-def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, host: str) -> None:
+def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, host: str = "") -> None:
     """Print the verdict, its reason, and the first action."""
     bad = [group for group in sort_by_weight(checks) if group.status in ("fail", "warn")]
     first = next((group for group in bad if group.status == judged.word), None)

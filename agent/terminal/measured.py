@@ -30,7 +30,7 @@ def results_grid(measurements: Sequence[Measurement]) -> Grid:
     return Grid(columns=columns, rows=tuple(rows))
 
 
-def print_benchmark(out: Console, result: BenchResult, *, verbose: bool) -> None:
+def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False) -> None:
     """Print measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     measurements = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
