@@ -454,7 +454,6 @@ def format_fleet(view: FleetComparison) -> str:
     """Format each family: the common group, then the other groups with their differences."""
     from jinja2 import Environment, FileSystemLoader
 
-    templates = Environment(  # noqa: S701 - plain text, not HTML
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-    )
+    folder = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(loader=folder, trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - plain text, not HTML
     return templates.get_template("fleet.j2").render(families=view.families)

@@ -147,7 +147,7 @@ def _get_rate(pair: Pair) -> float:
 _RATE_800G = 90 * GIGA  # ports of 800 Gb/s have at least this rate
 
 
-def _is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
+def is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
     """Whether the GPUs are attached to the NIC's own PCIe 6 switch, so data does not use the NIC's link to the host.
 
     This is the case on boards of compute capability 10.3 with 800 Gb/s ConnectX-8. Their link to the host is PCIe 5 and
@@ -161,7 +161,7 @@ def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
     """Return the rate of a NIC for these GPUs: that of its ports, limited by its PCIe link. None if unknown."""
     if nic.active is False:
         return 0.0
-    if nic.rate_bytes_per_second is None or _is_behind_own_switch(nic, gpus):
+    if nic.rate_bytes_per_second is None or is_behind_own_switch(nic, gpus):
         return nic.rate_bytes_per_second
     link = nic.pcie_running_bytes_per_second or nic.pcie_bytes_per_second
     return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
@@ -429,7 +429,7 @@ def _sum_nics(node: NodeTopology, gpus: tuple[GpuNode, ...], nics: list[NicNode]
 def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
     """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
     reached = [
-        rate if _is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
+        rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
         for other in equals
         if other.kind == nic.kind and (rate := other.rate_bytes_per_second)
     ]

@@ -17,6 +17,7 @@ from topology.paths import with_expectations
 
 Json = dict[str, Any]
 _LABELS = read_table(__file__, "labels.toml")
+_AFFINITY = (("CPU Affinity", "cpu_affinity"), ("NUMA Affinity", "numa_affinity"), ("GPU NUMA ID", "gpu_numa_id"))
 _LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
 """nvidia-smi's legend, printed below the matrix so that other tools accept it."""
 
@@ -35,7 +36,7 @@ def label_columns(node: NodeTopology) -> dict[str, str]:
 def render_matrix(node: NodeTopology) -> str:
     """Format the matrix with its legends; ends with a newline."""
     labels, pairs = label_columns(node), Pairs(node.pairs)
-    affinity = _list_affinity_columns(node)
+    affinity = tuple(column for column in _AFFINITY if any(getattr(gpu, column[1]) is not None for gpu in node.gpus))
     lines = ["\t" + "\t".join((*labels.values(), *(title for title, _ in affinity)))]
     for device in node.devices:
         cells = [f" {SELF} " if other == device.name else pairs.label(device.name, other) for other in labels]
@@ -53,11 +54,6 @@ def render_matrix(node: NodeTopology) -> str:
 def printable(text: str) -> str:
     """Remove control characters, so that names from a host cannot control a terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
-    titles = (("CPU Affinity", "cpu_affinity"), ("NUMA Affinity", "numa_affinity"), ("GPU NUMA ID", "gpu_numa_id"))
-    return tuple((title, name) for title, name in titles if any(getattr(gpu, name) is not None for gpu in node.gpus))
 
 
 def _format_affinity(device: Device, affinity: tuple[tuple[str, str], ...]) -> str:

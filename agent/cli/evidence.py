@@ -87,11 +87,10 @@ def _list_properties(result: Evidence, *, verbose: bool) -> Iterator[tuple[str, 
     hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
     noun = "channel" if max(result.send.total, result.receive.total) == 1 else "channels"
     counts = f"{directions} {noun}{hidden}" if directions else "no channel seen"
-    word = {"none": "no evidence"}.get(result.gdrdma, result.gdrdma)
     yield "library", f"{result.library} {(result.nccl_version or 'version unknown').removeprefix('RCCL ')}"
     yield "between nodes", result.inter_node_transport or "none seen"
     yield "within a node", result.intra_node_transport or "none seen"
-    yield "GPUDirect RDMA", f"{word}: {counts}"
+    yield "GPUDirect RDMA", f"{'no evidence' if result.gdrdma == 'none' else result.gdrdma}: {counts}"
     if result.missing_ranks:
         yield "ranks", f"{result.ranks}, no line of {rank_words(result.missing_ranks)}"
     if result.undirected.total:
@@ -103,7 +102,8 @@ def _list_properties(result: Evidence, *, verbose: bool) -> Iterator[tuple[str, 
     for host, networks in result.by_host.items():
         for network, way in networks.items():
             rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
-            hosts.setdefault(f"{way.total} via {'COLL' * (network == 'SHARP')}NET/{network}{rdma}", []).append(host)
+            family = "NET" if f"NET/{network}" in result.transports else "COLLNET"
+            hosts.setdefault(f"{way.total} via {family}/{network}{rdma}", []).append(host)
     for text, names in hosts.items():
         yield "", f"{list_names(names)}: {text}{' each' * (len(names) > 1)}"
     yield "NVLS", _NVLINK_WORDS[result.nvls_use]

@@ -47,12 +47,17 @@ _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, in the f
 AGAIN = (429, 500, 502, 503, 504)  # status while the API server is busy, starting or behind a load balancer
 
 
-# Reason of a failed call, by the API server's status; any other status is a server error ("server"). The metric label
-# `reason` has no other values.
+# Reason of a failed call, by the API server's status. The metric label `reason` has no other values.
 REASONS = {
     0: "unreachable", 400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "missing", 409: "conflict",
     410: "expired", 422: "invalid", 429: "busy",
 }  # fmt: skip
+
+
+def get_reason(status: int) -> str:
+    """Return the reason for a status; an unlisted status is a server error."""
+    return REASONS.get(status, "server")
+
 
 Tally = defaultdict[tuple[str, ...], float]
 """What a thread that asks the API server counts, by metric family and the values of its labels; that thread writes."""
@@ -245,7 +250,7 @@ class Client:
         if len(raw) > BODY_LIMIT_BYTES:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
         if not 200 <= answer.status < 300:
-            raise _make_error(answer.status, raw, answer.headers)
+            raise _make_error(path, answer.status, raw, answer.headers)
         if (value := json_object(raw)) is None:
             raise ApiError(answer.status, f"{path}: the response is not a JSON object")
         for header in answer.headers.getlist("Warning"):
@@ -287,10 +292,11 @@ def json_object(raw: bytes | str) -> Json | None:
     return value if isinstance(value, dict) else None
 
 
-def _make_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
+def _make_error(path: str, status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    body = json_object(raw)
-    text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if body is None else body.get("message")
-    message = str(text or f"HTTP {status}")
+    body = json_object(raw) or {"message": raw[:200].decode(errors="replace").strip()}
+    unserved = status == 404 and not (body.get("details") or {}).get("name")
+    hint = f"; this cluster may lack the definition of {path}" if unserved else ""
     after = headers.get("Retry-After", "")
-    return ApiError(status, message, retry_after=float(after) if after.isdecimal() else None)
+    return ApiError(status, f"the API server says {status}: {body.get('message')}{hint}",
+                    retry_after=float(after) if after.isdecimal() else None)  # fmt: skip

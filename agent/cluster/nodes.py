@@ -422,11 +422,13 @@ _SILENT, _VERDICT = CLUSTER_CODES
 def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
     """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
     selected = list(names)
-    if selector is not None:
+    if selector:
         labelled = client.items(make_path("v1", "nodes"), {"labelSelector": selector})
         selected += (item["metadata"]["name"] for item in labelled)
-        if not selected:
-            raise GateError(f"--selector {selector}: no node has these labels")
+    if not selected:  # an empty variable of a pipeline
+        raise GateError(
+            f"--selector {selector}: no node has these labels" if selector else "--nodes or --selector is empty"
+        )
     return tuple(dict.fromkeys(selected))
 
 
@@ -457,7 +459,10 @@ def _explain_silence(record: NodeRecord | None, now: float) -> str:
         return "its agent has never answered"
     if record.stopped_at_seconds is not None:
         return f"its agent ended {units.duration(max(0.0, now - record.stopped_at_seconds))} ago"
-    return f"silent for {units.duration(record.age_seconds(now))}"
+    ahead = record.scanned_at_seconds - now
+    if ahead > 0:
+        return f"its record is {units.duration(ahead)} ahead of the clock here"
+    return f"silent for {units.duration(-ahead)}"
 
 
 def check_record(name: str, record: NodeRecord) -> list[Finding]:

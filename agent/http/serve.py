@@ -92,10 +92,12 @@ def _make_url(address: str, port: int) -> str:
 
 
 def bind(address: str, port: int) -> socket.socket:
-    """Listen on the first address of the name. Raises ClickException if that fails."""
+    """Listen on the first address of the name; `::` means all addresses, IPv4 included. Raises ClickException."""
+    both = address == "::" and socket.has_dualstack_ipv6()
+    name = "0.0.0.0" if address == "::" and not both else address  # noqa: S104 - this kernel has no IPv6
     try:
-        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.create_server(place[:2], family=family)
+        family, _, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(place[:2], family=family, dualstack_ipv6=both)
     except OSError as error:
         raise click.ClickException(f"--address {address} --port {port}: {error.strerror or error}") from None
     # Connections inherit it. asyncio sets it only if the socket names its protocol. Without it each later response on a

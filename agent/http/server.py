@@ -493,9 +493,10 @@ def _add_gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
 
     @app.post("/preflight", tags=["gate"], response_model=Gate, dependencies=TOKEN,
               responses=problem_responses(413))  # fmt: skip
-    def preflight_now(request: Request, requested: Annotated[GateOptions | None, Body()] = None) -> Response:
-        """The gate over a scan made now. Needs a token."""
+    def preflight_now(request: Request, query: Annotated[GateOptions, Query()],
+                      requested: Annotated[GateOptions | None, Body()] = None) -> Response:  # fmt: skip
+        """The gate over a scan made now, with the options of the query and the body. Needs a token."""
         log.info("POST %s by %s", request.url.path, request.state.user)
-        options = requested or GateOptions()
+        options = (requested or GateOptions()).model_copy(update=query.model_dump(exclude_unset=True))
         judged((), options)  # reject invalid options before the scan
         return respond(make_document(judged(state.refresh().checks, options)))

@@ -430,10 +430,8 @@ def run(client: Client, documents: Sequence[Document], network: Network, api: st
     for line in cluster_job.create(client, documents):
         print_text(line, err=True)
     job, until = documents[-1], time.monotonic() + seconds
-    while (
-        not (state := cluster_job.read_job_state(now := cluster_job.read_object(client, job)))
-        and time.monotonic() <= until
-    ):
+    path = cluster_job.make_object_path(client, job, job["metadata"]["name"])
+    while not (state := cluster_job.read_job_state(now := client.get(path))) and time.monotonic() <= until:
         time.sleep(POLL_SECONDS)
     pods = cluster_job.list_pods(client, job, api)
     if not state:

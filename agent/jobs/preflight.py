@@ -243,12 +243,12 @@ def name_blocking_failures(findings: Sequence[Finding], options: Mapping[str, An
 
 def judge_nodes(options: Mapping[str, Any]) -> Report:
     """Judge other nodes by their published records. Nothing is scanned, measured or recommended."""
-    from agent.cluster.client import connect
+    from agent.cluster.client import TRIES, connect
     from agent.cluster.nodes import Fleet, check_nodes, make_unknown_node, select_nodes
 
     started, clock = time.time(), time.monotonic()
     expected = require_expectations(options["expect"], options["expect_file"])
-    client = connect(options["context"]).brief()
+    client = connect(options["context"]).limited(tries=TRIES, timeout_seconds=5.0)
     names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
     fleet = Fleet()
     fleet.read(client)

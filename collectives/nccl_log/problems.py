@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, list_codes, make_problem
 from collectives.nccl_log.ledger import Ledger
-from collectives.nccl_log.messages import MAX_PLACES, Facts, gpus_are, gpus_before_ampere
+from collectives.nccl_log.messages import Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 from hardware.units import some
 
@@ -66,20 +65,6 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     return (*range(min(present)), *range(max(present) + 1, end))
 
 
-def _list_silent_ranks(facts: Facts) -> tuple[int, ...]:
-    """Return the ranks of nodes without a log. Most frameworks write the log of rank 0 only.
-
-    A rank between the lowest and the highest one that was seen may be missing because its line was torn, so only nodes
-    without any rank count there. Nodes are assumed to have as many ranks as the host with most.
-    """
-    places = facts.rank_places
-    if places.keys() <= {0} or len(places) >= MAX_PLACES:
-        return ()
-    of_a_node = max(Counter(host for host, _ in places.values()).values())
-    nodes, first, last = {rank // of_a_node for rank in places}, min(places), max(places)
-    return tuple(rank for rank in range(facts.places_of) if not first <= rank <= last or rank // of_a_node not in nodes)
-
-
 def list_layers(ledger: Ledger) -> set[str]:
     """Return the link layers of the devices that carry channels; of all that NCCL lists if those are unknown."""
     layers = ledger.facts.layers
@@ -111,6 +96,7 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     findings.find_ports()
     findings.find_environment()
     findings.find_missing_evidence()
+    findings.find_setups()
     problems = findings.problems
     reasons = by_severity(problems[code] for code in list_codes("no_rdma") if code in problems)
     if reasons and "socket_fallback" in problems:
@@ -346,7 +332,8 @@ class _Findings:
             suffix = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
             carries = others and self.inter == "Socket" and not self._note_several()[1]
-            stops = local and (carries or "socket_connect_failed" in self.problems)
+            alone = not self.evidence.transports and len(self._named(host for _, host in self.facts.addresses)) > 1
+            stops = local and (carries or alone or "socket_connect_failed" in self.problems)
             self.add("docker_interface_used", some(list(suspects), limit=3) + suffix, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
@@ -495,15 +482,30 @@ class _Findings:
         if self.has_failure() or evidence.torn_lines:
             return
         missing = missing_ranks(self.ledger) if evidence.gdrdma == "none" and evidence.transports else ()
-        if evidence.gdrdma == "on" and not self.problems:
-            missing = _list_silent_ranks(facts)
+        unread = facts.unread_ranks()
+        if evidence.gdrdma == "on" and not self.problems and not facts.rank_places.keys() <= {0}:
+            # As many as a host has: the line of one rank may be torn. Most frameworks write the log of rank 0 only.
+            missing = unread if len(unread) * self.ledger.host_count() >= len(facts.rank_places) else ()
         if missing:
-            missing = facts.unread_ranks() or missing
+            missing = unread or missing
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
         elif is_silent:
             self.add("no_transport_evidence")
         elif evidence.transports and evidence.gdrdma == "none" and self.inter not in ("", "NVLink (MNNVL)"):
             self.add("no_inter_node_evidence")
+
+    def find_setups(self) -> None:
+        """Find ranks that began a communicator and did not complete it; a log of parts of lines does not show them."""
+        facts, code = self.facts, "setup_not_completed"
+        completed = {place for place, state in facts.setups if state == "COMPLETE"}
+        waiting = [place for place, state in facts.setups if state == "START" and place not in completed]
+        # A torn line has these words, but perhaps not its rank.
+        lacking = facts.counts["set-ups of communicators"] - facts.counts["completed set-ups of communicators"]
+        goes_on = facts.finished or self.ledger.steps or facts.counts["lines left out by Ray"]
+        is_shown = waiting and lacking > 0 and (completed or not self.evidence.transports)
+        if is_shown and not goes_on and not self.has_reason(code):
+            self.add(code, hosts=self._named(place.host for place in waiting), count=lacking)
+            self.problems[code] = replace(self.problems[code], ranks=tuple(sorted({place.rank for place in waiting})))
 
 
 def _describe_part(evidence: Evidence, lacking: list[str]) -> str:
