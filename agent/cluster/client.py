@@ -250,7 +250,7 @@ class Client:
         if len(raw) > BODY_LIMIT_BYTES:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
         if not 200 <= answer.status < 300:
-            raise _make_error(answer.status, raw, answer.headers)
+            raise _make_error(path, answer.status, raw, answer.headers)
         if (value := json_object(raw)) is None:
             raise ApiError(answer.status, f"{path}: the response is not a JSON object")
         for header in answer.headers.getlist("Warning"):
@@ -292,10 +292,11 @@ def json_object(raw: bytes | str) -> Json | None:
     return value if isinstance(value, dict) else None
 
 
-def _make_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
+def _make_error(path: str, status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    body = json_object(raw)
-    text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if body is None else body.get("message")
-    message = str(text or f"HTTP {status}")
+    body = json_object(raw) or {"message": raw[:200].decode(errors="replace").strip()}
+    unserved = status == 404 and not (body.get("details") or {}).get("name")
+    hint = f"; this cluster may lack the definition of {path}" if unserved else ""
     after = headers.get("Retry-After", "")
-    return ApiError(status, message, retry_after=float(after) if after.isdecimal() else None)
+    return ApiError(status, f"the API server says {status}: {body.get('message')}{hint}",
+                    retry_after=float(after) if after.isdecimal() else None)  # fmt: skip

@@ -122,10 +122,10 @@ def split_line(line: bytes) -> list[bytes]:
     """Return the logical lines of a line: of a collector's JSON entry as `kubectl logs --prefix` prints them."""
     start = b""
     if line.lstrip().startswith(b"{"):
-        pod, entry = _TEXTS["pod"].search(line), _TEXTS["text"].match(line)
-        start = b"[pod/%s/-] " % pod[1] if pod else b""
+        pods, entry = {*_TEXTS["pod"].findall(line)}, _TEXTS["text"].match(line)
+        start = b"[pod/%s/-] " % pods.pop() if len(pods) == 1 else b""
         line = entry[1] if entry and not _TEXTS["mild"].search(line) else line
-    pieces = [line] if len(line) <= MAX_LINE_BYTES else re.split(rb"\r|\\n", line)
+    pieces = [line] if len(line) <= MAX_LINE_BYTES else re.split(rb'\r|\\n|(?<=[\]}]), ?(?=[\[{]")', line)
     return [start + part for piece in pieces for part in _clean(piece[:MAX_LINE_BYTES])]
 
 
@@ -308,7 +308,7 @@ class Reader:
 
     def _meet_rank(self, init: re.Match[bytes], writer: Writer) -> None:
         """Record the rank, the GPU and the communicator in a line of communicator set-up."""
-        rank, ranks, device_name, bus, communicator = (group.decode() if group else "" for group in init.groups())
+        rank, ranks, device_name, bus, communicator, state = (text.decode() if text else "" for text in init.groups())
         device = device_name or writer.device
         if bus:
             self.ledger.gpus.add((writer.host, bus), writer.process)
@@ -316,6 +316,8 @@ class Reader:
             self.ledger.marks.add(communicator, None)
         place = Place(int(ranks), int(rank), writer.host, bus or f"device {device}", writer.process, device)
         self.ledger.facts.places.add(place, None)
+        if state:
+            self.ledger.facts.setups.add((place, state), None)
 
     def _begin_part(self, line: bytes) -> None:
         self.runs.add(self.ledger)
