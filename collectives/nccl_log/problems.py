@@ -18,6 +18,7 @@ _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # la
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
+_NO_CAUSE = ("time_limit_reached", "job_cancelled", "job_stopped", *list_codes("vague"), *list_codes("gdr"))
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -331,9 +332,9 @@ class _Findings:
             others = [name for name in sockets if name not in suspects]
             suffix = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
-            carries = others and self.inter == "Socket" and not self._note_several()[1]
-            alone = not self.evidence.transports and len(self._named(host for _, host in self.facts.addresses)) > 1
-            stops = local and (carries or alone or "socket_connect_failed" in self.problems)
+            has_begun = self.evidence.transports or self.facts.counts["completed set-ups"]
+            stuck = (not has_begun or (others and self.inter == "Socket")) and not self._note_several()[1]
+            stops = local and (stuck or "socket_connect_failed" in self.problems)
             self.add("docker_interface_used", some(list(suspects), limit=3) + suffix, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
@@ -495,17 +496,17 @@ class _Findings:
             self.add("no_inter_node_evidence")
 
     def find_setups(self) -> None:
-        """Find ranks that began a communicator and did not complete it; a log of parts of lines does not show them."""
-        facts, code = self.facts, "setup_not_completed"
-        completed = {place for place, state in facts.setups if state == "COMPLETE"}
-        waiting = [place for place, state in facts.setups if state == "START" and place not in completed]
-        # A torn line has these words, but perhaps not its rank.
-        lacking = facts.counts["set-ups of communicators"] - facts.counts["completed set-ups of communicators"]
+        """Find ranks that began a communicator and did not complete it. Others did, or the log has no channel."""
+        facts, rows, code = self.facts, self.facts.setups, "setup_not_completed"
+        waiting = [place for place, state in rows if state == "START" and (place, "COMPLETE") not in rows]
+        begun, completed = facts.counts["set-ups"], facts.counts["completed set-ups"]  # torn lines may lack the rank
         goes_on = facts.finished or self.ledger.steps or facts.counts["lines left out by Ray"]
-        is_shown = waiting and lacking > 0 and (completed or not self.evidence.transports)
-        if is_shown and not goes_on and not self.has_reason(code):
-            self.add(code, hosts=self._named(place.host for place in waiting), count=lacking)
-            self.problems[code] = replace(self.problems[code], ranks=tuple(sorted({place.rank for place in waiting})))
+        expired = "time_limit_reached" in self.problems  # so the log was not cut
+        is_shown = waiting and begun > completed and (completed or expired or not self.evidence.transports)
+        if is_shown and not goes_on and not self.has_failure(code, *_NO_CAUSE):
+            self.add(code, hosts=self._named(place.host for place in waiting), severity="fail" if expired else "")
+            ranks = tuple(sorted({place.rank for place in waiting}))
+            self.problems = {code: replace(self.problems.pop(code), ranks=ranks), **self.problems}
 
 
 def _describe_part(evidence: Evidence, lacking: list[str]) -> str:
