@@ -101,7 +101,7 @@ class _Stages:
 
     options: Mapping[str, Any]
     progress: Progress
-    found: tuple[Snapshot, ...]
+    snapshots: tuple[Snapshot, ...]
     before: baseline.Baseline
     expected: Sequence[NodeExpectation]
     stop: threading.Event
@@ -109,7 +109,7 @@ class _Stages:
 
     def report(self) -> Report:
         """Run all stages."""
-        options, snapshots, request = self.options, self.found, self._request()
+        options, snapshots, request = self.options, self.snapshots, self._request()
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
@@ -166,7 +166,7 @@ class _Stages:
             self.notes.append("not measured: recorded hosts cannot be measured")
             return None
         spec = benchmark.build_preflight_spec(
-            self.found, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
+            self.snapshots, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
             required=make_required_links(self.expected),
         )  # fmt: skip
         try:
@@ -176,15 +176,14 @@ class _Stages:
             return None
 
     def _ranks(self) -> int:
-        return int(self.options["ranks"] or benchmark.count_default_ranks(self.found))
+        return int(self.options["ranks"] or benchmark.count_default_ranks(self.snapshots))
 
     def _calibrate(self, request: Request) -> Calibration | None:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
         self.progress.step(f"measure: GEMMs and a layer of {request.model}")
         try:
-            return benchmark.calibrate_host(
-                request, self._ranks(), gpu=bool(benchmark.list_gpus(self.found)), stop=self.stop
-            )
+            gpu = bool(benchmark.list_gpus(self.snapshots))
+            return benchmark.calibrate_host(request, self._ranks(), gpu=gpu, stop=self.stop)
         except (benchmark.BenchmarkError, ValueError) as error:
             self.notes.append(f"not calibrated: {error}")
             return None
@@ -211,7 +210,7 @@ class _Stages:
         record, reason = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
             return None, make_unmeasured(RUN_CODES, reason)
-        return record, measured.check_run(record, self.found[0].hostname, reason)
+        return record, measured.check_run(record, self.snapshots[0].hostname, reason)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
         """Launch the job with exactly the recommended environment and layout."""
@@ -335,6 +334,5 @@ def render_junit(report: Report) -> str:
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
     aside = describe_unchecked_gpus(report.checks)
-    return printable(
-        render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
-    )
+    by_node = sorted(suites.items())
+    return printable(render_template(__file__, "junit.xml.j2", aside=aside, suites=by_node, measured=measured))
