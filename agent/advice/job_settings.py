@@ -238,9 +238,7 @@ def ask_trainer(module: str, *arguments: str, text: str = "") -> str:
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
     try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-        )  # fmt: skip
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise LookupError(f"no answer within {TIMEOUT_SECONDS:.0f} s") from None
     if done.returncode == WRONG_DATA:
