@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
 from agent.base import units
@@ -29,6 +29,7 @@ from contracts.job_config import (
     ConfigError,
     JobConfig,
     JobPlan,
+    JobSettings,
     RunForecast,
     dump_plan,
     parse_config,
@@ -64,17 +65,7 @@ EMBEDDED_REQUEST: dict[str, Any] = {
 OURS, TRL = "topoflight", "trl"  # the trainers finetune.loop and finetune.sft_trl; also the names of their stacks
 
 
-class Settings(NamedTuple):
-    """The settings of a job."""
-
-    job: JobConfig
-    explicit: dict[str, Any]  # those that the user gave, by current name
-    notes: list[str]  # on them, which the job will print
-    raw: dict[str, Any]  # the file, with the overrides
-    only_trl: dict[str, None]  # settings that only TRL's trainer has, with their values
-
-
-def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> Settings:
+def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = OURS) -> JobSettings:
     """Read the job's settings; for another trainer than the built-in one also those that only TRL's trainer has.
 
     Raises RequestError that names the file or argument.
@@ -87,16 +78,14 @@ def read_settings(config: Path | None, overrides: Iterable[str], trainer: str = 
         raw = read_file(config) if config is not None else {}
     except ConfigError as error:
         raise RequestError(f"--config {error}") from None
-    only_trl: dict[str, None] = {}
     try:
-        raw = with_overrides(raw, override_texts)
-        job_config, explicit, notes = parse_config(raw, None if trainer == OURS else only_trl)
-        dump_plan(JobPlan(config=job_config))  # reject settings that no rank could read before any rank starts
+        settings = parse_config(with_overrides(raw, override_texts), by_trl=trainer != OURS)
+        dump_plan(JobPlan(config=settings.config))  # reject settings that no rank could read before any rank starts
     except ConfigError as error:
         raise RequestError(f"{option} {error}") from None
     if trainer != OURS:
-        explicit |= {name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)}
-    return Settings(job_config, explicit, notes, raw, only_trl)
+        settings.explicit.update({name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)})
+    return settings
 
 
 def read_explicit_settings(advice: Recommendation, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,8 +94,9 @@ def read_explicit_settings(advice: Recommendation, options: Mapping[str, Any]) -
     return read_settings(options.get("config"), options.get("overrides", ()), trainer).explicit
 
 
-def add_job_settings(request: Request, config: JobConfig, explicit: Mapping[str, Any]) -> Request:
+def add_job_settings(request: Request, settings: JobSettings) -> Request:
     """Add the job's settings to the request as fixed values that the plan does not change."""
+    config, explicit = settings.config, settings.explicit
     if not explicit:
         return request
     requested: dict[str, Any] = dict(_TRL_DEFAULTS) if request.train.engine == TRL else {}
@@ -177,8 +167,8 @@ def build_job_request(request: Request, config: Path | None, overrides: Sequence
         name = str(settings.explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
         request = request.changed(**(embedded if name == EMBEDDED_MODEL else {"model": name}))
-    shape = look_up_shape(request.model or "", settings.job.model_revision)
-    return add_job_settings(replace(request, shape=shape), settings.job, settings.explicit)
+    shape = look_up_shape(request.model or "", settings.config.model_revision)
+    return add_job_settings(replace(request, shape=shape), settings)
 
 
 # A child process counts the rows of the data set and measures them with the model's tokenizer, because this process
@@ -364,7 +354,7 @@ def build_job_plan(
     embedded = advice.model is None or advice.model.name == EMBEDDED_MODEL
     by_trl = advice.train is not None and advice.train.engine == TRL
     file = DEFAULT_CONFIG if embedded and config is None else config
-    job_config, explicit, notes, raw, _ = read_settings(file, overrides, TRL if by_trl else OURS)
+    job_config, explicit, notes, _, raw = read_settings(file, overrides, TRL if by_trl else OURS)
     if refusal := explain_untrainable(advice, explicit):
         raise RequestError(refusal)
     planned = {} if embedded else fill_unset(advice, explicit)

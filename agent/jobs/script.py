@@ -30,7 +30,7 @@ from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_com
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
-from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, JobPlan, parse_config
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobPlan, JobSettings, parse_config
 from contracts.plain import loads as plain
 from contracts.redaction import redact
 from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
@@ -285,8 +285,8 @@ def forecast_command(
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
     if not unknown:
         try:
-            config, settings, _ = parse_config(add_defaults(command))
-            advice = advise(_complete_question(request, config, settings), snapshots)
+            settings = parse_config(add_defaults(command))
+            advice = advise(_complete_question(request, settings), snapshots)
             if advice.chosen is None:
                 reason = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
                 unknown = [f"the layout of its arguments does not run: {reason}"]
@@ -299,10 +299,10 @@ def forecast_command(
     return alone, [*unknown, *lines, *command.notes]
 
 
-def _complete_question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
-    name = str(settings["model_name_or_path"])
-    with_model = request.changed(model=name, engine="trl", shape=look_up_shape(name, config.model_revision))
-    return add_job_settings(with_model, config, settings)
+def _complete_question(request: Request, settings: JobSettings) -> Request:
+    name = str(settings.explicit["model_name_or_path"])
+    with_model = request.changed(model=name, engine="trl", shape=look_up_shape(name, settings.config.model_revision))
+    return add_job_settings(with_model, settings)
 
 
 def format_forecast(advice: Recommendation) -> dict[str, str]:
