@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import click
 from click.core import ParameterSource
 
 from agent.base import units
-from agent.base.options import NothingFitsError, RequestError, command, read_snapshots
+from agent.base.options import NothingFitsError, RequestError, command
 from agent.base.output import emit, print_notes, print_text
 from agent.base.question import most
 
@@ -37,23 +36,18 @@ def recommend(**options: object) -> None:
     form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
-    config, rdma, tcp = (options.pop(name) for name in ("config", "rdma", "tcp"))
-    options["transport"] = "rdma" if rdma else "tcp" if tcp else None
+    options["transport"] = "rdma" if options["rdma"] else "tcp" if options["tcp"] else None
     request = Request.of(**options)
     if (options["sweep"] or options["compare"]) and form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
     if options["sweep"]:
         _run_sweep(request, str(options["sweep"]), form)
         return
-    snapshots: tuple[Snapshot, ...] = ()
-    if not request.machine:
-        from probes.registry import ALL
-
-        snapshots = read_snapshots(request.hosts, ALL, root=request.root)
+    snapshots = request.read_hosts()
     if options["compare"]:
         _compare(request, snapshots, cast("tuple[str, ...]", options["compare"]), form)
         return
-    advice = advise(request, snapshots) if config is None else _advise_on_file(request, Path(str(config)), snapshots)
+    advice = advise(request, snapshots) if request.config is None else _advise_on_file(request, snapshots)
     if form == "k8s":
         advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
         print_notes(left_out)
@@ -73,12 +67,12 @@ def recommend(**options: object) -> None:
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
-def _advise_on_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> Recommendation:
+def _advise_on_file(request: Request, snapshots: Sequence[Snapshot]) -> Recommendation:
     """Return the advice for a file of job settings, with a line that names the trainer that would run it."""
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    advice, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
+    advice, reason = choose_trainer(request, request.train.engine if typed else "auto", snapshots)
     if reason:
         print_text(reason, err=True)
     return advice

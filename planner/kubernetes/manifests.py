@@ -187,13 +187,7 @@ class JobSpec:
 
 
 def make_job_spec(
-    advice: Recommendation,
-    *,
-    name: str,
-    image: str,
-    nodes: int,
-    limits: Mapping[str, str],
-    **settings: Any,
+    advice: Recommendation, *, name: str, image: str, nodes: int, limits: Mapping[str, str], **settings: Any
 ) -> JobSpec:
     """Return a job that follows a recommendation: environment, processes per node, and resources of the pods.
 

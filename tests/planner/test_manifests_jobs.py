@@ -15,6 +15,7 @@ from agent.advice.job_settings import build_job_plan
 from agent.base.options import _rows
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
+from agent.jobs.options import LaunchOptions
 from finetune import pod
 from planner.kubernetes import manifests, networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
@@ -193,7 +194,7 @@ def test_the_gate_judges_with_the_jobs_environment_and_the_hubs_cache_is_on_the_
     assert variables_of(manifests.APIS[api](named))["HF_HOME"] == "/mnt/shared/hub"
 
 
-GIVEN: dict = rows("given")()
+GIVEN = LaunchOptions(request=Request(), **rows("given")())
 
 
 def test_nccl_writes_its_log() -> None:
@@ -227,8 +228,8 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, nam
     if notes:
         where = "node-a" if recorded else "this machine"
         assert f"is left out: {advice.settings[0].value} is an interface of {where}" in notes[0]
-    spec = cluster_job.build_spec(made, {**GIVEN, "resources": ()})
-    (files, *_) = cluster_job.build_documents(spec, "job", build_job_plan(made))
+    spec = cluster_job.build_spec(made, replace(GIVEN, resources=()))
+    (files, *_) = cluster_job.build_documents(spec, "job", build_job_plan(made, Request()))
     planned = json.loads(files["data"]["plan.json"])["environment"]
     assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is stays
 
