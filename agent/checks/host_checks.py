@@ -76,8 +76,8 @@ def explain_unread_gpus(snapshot: Snapshot) -> str:
     if facts is None and on_bus:
         return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
     if facts is None:
-        devices = _number(foreign, "accelerator")
-        return f"{devices} of another vendor on the PCI bus: this release reads NVIDIA's only" if foreign else ""
+        maker = {0x1002: "AMD", 0x1DA3: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other") if foreign else ""
+        return f"{_number(foreign, f'{maker} accelerator')} on the PCI bus: only NVIDIA's are read" * bool(foreign)
     if any(gpu.error is None for gpu in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
         return ""
     if facts.driver_error:

@@ -20,7 +20,7 @@ from probes.api import Snapshot
 from topology.build import build
 from topology.check import describe_departures
 from topology.expected import FAILS_BELOW
-from topology.paths import CURRENT, HEALTHY, Bar as BarName
+from topology.paths import CURRENT, HEALTHY, BarName
 
 BUSBW = "bench.busbw.low"
 _PROVES = {" nvls": "NVLS", " mnnvl": "MNNVL"}  # what the lines of NCCL's log prove that show this cause

@@ -36,7 +36,7 @@ from planner.forecast.calibration import Calibration
 from probes.api import Snapshot, read_host_name
 from probes.registry import ALL
 from topology.graph import NodeTopology
-from topology.paths import Due
+from topology.paths import RequiredLinks
 
 if TYPE_CHECKING:
     from agent.checks.expect import NodeExpectation
@@ -172,7 +172,7 @@ class _Stages:
             return None
         spec = benchmark.build_preflight_spec(
             self.found, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
-            due=make_due(self.expected),
+            required=make_required_links(self.expected),
         )  # fmt: skip
         try:
             return benchmark.measure(spec, self.progress, self.stop)
@@ -274,11 +274,11 @@ def require_expectations(arguments: Sequence[str], path: Path | None) -> tuple[N
     return expectations
 
 
-def make_due(expected: Sequence[NodeExpectation]) -> Due | None:
+def make_required_links(expected: Sequence[NodeExpectation]) -> RequiredLinks | None:
     """Return the link expectations of --expect, as the first bar of a measurement."""
     first = {expectation.key: expectation.value for expectation in reversed(expected)}
     wire = first["hcas"] * first["rate"] if {"hcas", "rate"} <= first.keys() else None
-    return Due(nvlinks=first.get("nvlink"), wire=wire) if first else None
+    return RequiredLinks(nvlinks=first.get("nvlink"), wire=wire) if first else None
 
 
 def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:

@@ -161,7 +161,7 @@ class Search:
         self._broken: list[Test] = []  # groups that ended early
         self._running: tuple[Test, ...] = ()
         self._states: dict[tuple[int, tuple[str, ...]], tuple[str, list[Measure]]] = {}  # results since the last report
-        self._extra = FEW / max(self.nodes, 1)
+        self._sigmas = SIGMAS + FEW / max(self.nodes, 1)  # from which an excess counts
 
     # Planning
 
@@ -399,7 +399,7 @@ class Search:
             self.excess[link] = median(values) - 1
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
             excess, error = median(values) / ends - 1, sigma / middle / math.sqrt(len(values))
-            if link in self._links or excess > max(MIN_LINK, (SIGMAS + self._extra) * error):
+            if link in self._links or excess > max(MIN_LINK, self._sigmas * error):
                 self._links[link].append(self._measure(kind, "transfer", excess, error))
 
     def _learn_stuck(self, test: Test, outcome: Outcome) -> None:
@@ -480,7 +480,7 @@ class Search:
             elif measure.kind in kinds:
                 groups[measure.what, measure.kind == "alone"].append(measure)
         ways = self._count_stuck_peers(node) if ("stuck", False) in groups else 0
-        states = [_judge_measures(group, SIGMAS + self._extra, self.sigma, ways) for group in groups.values()]
+        states = [_judge_measures(group, self._sigmas, self.sigma, ways) for group in groups.values()]
         for word in ("bad", "open", "undecided"):
             if slow := [measure for state, rows in states if state == word for measure in rows]:
                 return word, slow
@@ -528,7 +528,7 @@ class Search:
             return "open"
         # As for nodes, the usual excess must exceed the noise of one transfer, because repeats share their noise.
         usual = median_low(measure.excess for measure in measures)
-        return "bad" if usual > (SIGMAS + self._extra) * measures[0].sigma else "clean"
+        return "bad" if usual > self._sigmas * measures[0].sigma else "clean"
 
     def _find_open_links(self) -> list[Link]:
         """Return the links to test again, at most two for each pair of domains."""
@@ -546,9 +546,7 @@ class Search:
         """Return the smallest loss of a node that 99 of 100 searches with this noise find; None if unmeasured."""
         if not self.sigma:
             return None
-        excess = max(
-            max(LEAST[kind], (SIGMAS + self._extra) * sigma) + POWER * sigma for kind, sigma in self.sigma.items()
-        )
+        excess = max(max(LEAST[kind], self._sigmas * sigma) + POWER * sigma for kind, sigma in self.sigma.items())
         return excess / (1 + excess)
 
     def verdicts(self) -> list[Verdict]:
@@ -568,17 +566,18 @@ class Search:
                 continue
             parts = tuple(dict.fromkeys(measure.what for measure in slow))
             is_bad = state == "bad"
+            cause = "stuck" if "stuck" in parts else reason
             return Verdict(
                 node=node, state="bad" if is_bad else "not judged", loss=compute_loss(slow), what=parts,
-                measures=tuple(slow), rails=self._slow_rails.get(node, ()),
-                reason=state if not is_bad else "stuck" if "stuck" in parts else reason,
+                measures=tuple(slow), rails=self._slow_rails.get(node, ()), reason=cause if is_bad else state,
             )  # fmt: skip
-        visible = self.visible_loss()
-        why = (
-            "few" if self.nodes < 3 else "unmeasured" if not self._is_measured(node)
-            else "noise" if visible is None or visible > BLIND else ""
-        )  # fmt: skip
-        return Verdict(node=node, state="not judged" if why else "good", reason=why)
+        if self.nodes < 3:
+            return Verdict(node=node, state="not judged", reason="few")
+        if not self._is_measured(node):
+            return Verdict(node=node, state="not judged", reason="unmeasured")
+        if (visible := self.visible_loss()) is None or visible > BLIND:
+            return Verdict(node=node, state="not judged", reason="noise")
+        return Verdict(node=node, state="good")
 
     def _compare_domains(self) -> str:
         """Describe slow transfers between domains, which hide slow nodes as noise does; "" if they are not slow."""
