@@ -182,8 +182,7 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
     if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
         tokenizer = hub_id(request.model) if request.model else None
         if tokenizer is None:
-            reason = f"no tokenizer of {request.model or 'the model'} is known"
-            return replace(request, unmeasured=explain(why=reason))
+            return replace(request, unmeasured=explain(why=f"no tokenizer of {request.model or 'the model'} is known"))
         named_settings["tokenizer_name"] = tokenizer
     try:
         measured = json.loads(ask_trainer("finetune.rows", text=json.dumps(named_settings)))

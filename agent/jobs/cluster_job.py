@@ -6,7 +6,6 @@ The planner's manifests render the job. Surface: the job APIs, and pods of core/
 from __future__ import annotations
 
 import contextlib
-import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -158,17 +157,12 @@ def build_claim(options: LaunchOptions) -> tuple[Document, ...]:
 def build_plan(advice: Recommendation, options: LaunchOptions, snapshots: Sequence[Snapshot]) -> JobPlan:
     """Return the job's plan, which writes to the claim unless the settings name a folder. Raises RequestError."""
     output = str(job_settings.read_explicit_settings(advice, options.request).get("output_dir", ""))
-    folder = _place_on_claim(output or options.name)
+    folder = manifests.place_on_claim(output or options.name)
     more = (f"output_dir={folder}",) if name_claim(options) else ()
     plan = job_settings.build_job_plan(advice, options.request.with_settings(*more), snapshots)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
-
-
-def _place_on_claim(folder: str) -> str:
-    """Return a folder of the settings as the pods see it; a relative path is on the claim."""
-    return posixpath.normpath(posixpath.join(MOUNT, folder))
 
 
 def refuse_untrainable(advice: Recommendation, options: LaunchOptions) -> None:
@@ -179,7 +173,7 @@ def refuse_untrainable(advice: Recommendation, options: LaunchOptions) -> None:
     if nodes > 1 and not name_claim(options):
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
-    if nodes > 1 and output is not None and not _place_on_claim(str(output)).startswith(f"{MOUNT}/"):
+    if nodes > 1 and output is not None and not manifests.place_on_claim(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
 
 

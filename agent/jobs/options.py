@@ -41,7 +41,7 @@ class LaunchOptions:
     host_mofed: bool | None = None
     restarts: int | None = None
     storage_rate: int | None = None
-    partition: str | None = None
+    partition: str | None = None  # Slurm, up to sbatch
     exclude: str | None = None
     over: str | None = None
     time_limit: str | None = None
