@@ -336,9 +336,9 @@ def watched(folder: Path) -> str:
     return f"why: {line}"[:500] if state not in ("", "fine") else ""
 
 
-def timestamp() -> str:
-    """Return the current time in UTC as RFC 3339."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def timestamp(seconds: float | None = None) -> str:
+    """Return a Unix time, by default the current one, in UTC as RFC 3339."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def save(path: Path, record: RunRecord) -> None:

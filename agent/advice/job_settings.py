@@ -100,12 +100,11 @@ def add_job_settings(request: Request, settings: JobSettings) -> Request:
         return request
     requested: dict[str, Any] = dict(TRL_DEFAULTS) if request.train.engine == TRL else {}
     requested |= {field: getattr(config, name) for name, field in _TABLE["planned"].items() if name in explicit}
-    if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(explicit) and explicit.get(
-        "model_name_or_path") != f"{RANDOM}{EMBEDDED_MODEL}":  # fmt: skip
+    model = explicit.get("model_name_or_path")
+    if {"load_in_4bit", "use_peft", "model_name_or_path"} & set(explicit) and model != f"{RANDOM}{EMBEDDED_MODEL}":
         requested["method"] = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
-    if {"model_name_or_path", "max_length"} & set(explicit) == {"model_name_or_path"} and (
-        request.train.sequence_length == TrainSpec().sequence_length
-    ):
+    is_default = request.train.sequence_length == TrainSpec().sequence_length
+    if "model_name_or_path" in explicit and "max_length" not in explicit and is_default:
         # TRL's default applies to a complete job that does not set this
         requested["sequence_length"] = config.max_length
     if "attn_implementation" in explicit:
@@ -126,12 +125,12 @@ def fill_unset(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str,
     if train is None or model is None:
         return {}
     kernel = "flash_attention_2" if train.attention == "flash" else train.attention
-    made = {
+    plan = {
         name: getattr(train, field) for name, field in _TABLE["planned"].items() if name != "max_steps" or train.steps
     }
-    made |= {"use_peft": train.method != "full", "load_in_4bit": train.method == "qlora", "attn_implementation": kernel,
+    plan |= {"use_peft": train.method != "full", "load_in_4bit": train.method == "qlora", "attn_implementation": kernel,
              "model_name_or_path": hub_id(model.name) or model.name}  # fmt: skip
-    return {name: value for name, value in made.items() if name not in explicit}
+    return {name: value for name, value in plan.items() if name not in explicit}
 
 
 def explain_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> str:

@@ -194,10 +194,7 @@ def create(client: Client, documents: Sequence[Document]) -> Iterator[str]:
                 line = _send(client, document, is_job=document is documents[-1], dry_run=not really)
             except ApiError as error:
                 so_far = f"; created before it: {', '.join(done)}" if done else "; nothing was created"
-                unserved = error.status == 404 and not str(error).startswith("namespaces ")
-                served = f"; is {document['apiVersion']} served by this cluster?" if unserved else ""
-                text = f"{name}: the API server says {error.status}: {error}{served}{so_far}"
-                raise ApiError(error.status, text) from None
+                raise ApiError(error.status, f"{name}: {error}{so_far}") from None
             if really:
                 done += [name] if line == "created" else []
                 yield f"{name} {line}"
@@ -208,19 +205,20 @@ def name_object(document: Document) -> str:
     return f"{document['kind'].lower()}/{document['metadata']['name']}"
 
 
-def _make_path(client: Client, document: Document, name: str = "") -> str:
+def make_object_path(client: Client, document: Document, name: str = "") -> str:
+    """Return the URL path of an object, or of its kind without a name."""
     namespace = document["metadata"].get("namespace") or client.namespace
     return make_path(document["apiVersion"], f"{document['kind'].lower()}s", name, namespace=namespace)
 
 
 def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) -> str:
     """Create an object, or apply it over that of an earlier launch; return what was done."""
-    path = _make_path(client, document, document["metadata"]["name"])
+    path = make_object_path(client, document, document["metadata"]["name"])
     if not is_job and document["kind"] != "PersistentVolumeClaim":
         new, _ = client.apply(path, document, dry_run=dry_run)
         return "created" if new else "was there: updated"
     try:  # applying another size would resize a claim that is not ours, and a job must be new
-        client.create(_make_path(client, document), document, dry_run=dry_run)
+        client.create(make_object_path(client, document), document, dry_run=dry_run)
         return "created"
     except ApiError as error:
         if error.status != 409:
@@ -235,11 +233,6 @@ def _send(client: Client, document: Document, *, is_job: bool, dry_run: bool) ->
             raise ApiError(409, f"{error}, and has failed: {again}") from None
         state_text = "complete: --name gives the next one another name" if state == "complete" else "not done"
         raise ApiError(409, f"{error}, and is {state_text}") from None
-
-
-def read_object(client: Client, document: Document) -> Document:
-    """Return the object as stored on the server."""
-    return client.get(_make_path(client, document, document["metadata"]["name"]))
 
 
 def list_pods(client: Client, job: Document, api: str) -> list[Document]:

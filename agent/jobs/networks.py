@@ -174,16 +174,15 @@ def add_run(bar: NetworkBar, record: run_record.RunRecord | None, interface: str
 def add_cost(comparison: NetworkBars) -> NetworkBars:
     """Add time and cost of the whole run."""
 
-    def whole(bar: NetworkBar) -> NetworkBar:
+    def add(bar: NetworkBar) -> NetworkBar:
         if bar.step_seconds is None:
             return bar
         seconds, price = bar.step_seconds * comparison.steps, comparison.node_hour_price
         cost = None if price is None else seconds / 3600 * comparison.nodes * price
-        return replace(
-            bar, run_seconds=seconds, cost=cost, run_forecast=bar.forecast and bar.forecast.scaled(comparison.steps)
-        )
+        forecast = bar.forecast and bar.forecast.scaled(comparison.steps)
+        return replace(bar, run_seconds=seconds, cost=cost, run_forecast=forecast)
 
-    return replace(comparison, bars=tuple(map(whole, comparison.bars)))
+    return replace(comparison, bars=tuple(map(add, comparison.bars)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -275,7 +274,7 @@ def compare_here(options: LaunchOptions, folder: Path) -> NetworkBars:
     request = build_job_request(request.with_settings(*unset))
     if reason := why_unavailable():
         raise NamespaceError(reason)
-    found = read_snapshots((), ALL)
+    scans = read_snapshots((), ALL)
     place = folder / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     job = _LocalComparison(request=request, options=options, folder=place.absolute())
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -296,7 +295,7 @@ def compare_here(options: LaunchOptions, folder: Path) -> NetworkBars:
         for network, result in zip(over, results, strict=True):
             progress.step(f"networks: run over {network.name}, {network.rate}")
             bars.append(job.bar(hosts, network, result, timed))
-    devices = [device.name for snapshot in found if (facts := snapshot.facts(RdmaFacts)) for device in facts.devices]
+    devices = [device.name for scan in scans if (facts := scan.facts(RdmaFacts)) for device in facts.devices]
     reason = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
     rdma = NetworkBar(network="RDMA", status="not available", why=reason if devices else "no RDMA device on this host")
     records = [run_record.read(Path(bar.record)) for bar in bars if bar.record]
@@ -341,13 +340,13 @@ def compare_in_cluster(options: LaunchOptions) -> NetworkBars | None:
     if options.dry_run:
         for bar in bars:
             print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        made = [*cluster_job.build_claim(options), *(document for _, of_network in jobs for document in of_network)]
-        print_text(render_documents(made), nl=False)
+        documents = [*cluster_job.build_claim(options), *(each for _, of_network in jobs for each in of_network)]
+        print_text(render_documents(documents), nl=False)
         return None
     client = connect(options.context)
     for number, (network, of_network) in enumerate(jobs):
-        made = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
-        bars.append(run(client, made, network, options.api, seconds=options.timeout))
+        documents = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
+        bars.append(run(client, documents, network, options.api, seconds=options.timeout))
     order = {network.name: place for place, network in enumerate(networks)}
     return add_cost(NetworkBars(
         title=_make_title(request.model, layout.family, layout.world_size),
@@ -432,10 +431,8 @@ def run(client: Client, documents: Sequence[Document], network: Network, api: st
     for line in cluster_job.create(client, documents):
         print_text(line, err=True)
     job, until = documents[-1], time.monotonic() + seconds
-    while (
-        not (state := cluster_job.read_job_state(now := cluster_job.read_object(client, job)))
-        and time.monotonic() <= until
-    ):
+    path = cluster_job.make_object_path(client, job, job["metadata"]["name"])
+    while not (state := cluster_job.read_job_state(now := client.get(path))) and time.monotonic() <= until:
         time.sleep(POLL_SECONDS)
     pods = cluster_job.list_pods(client, job, api)
     if not state:
@@ -452,11 +449,11 @@ def run(client: Client, documents: Sequence[Document], network: Network, api: st
     return add_run(bar, record, network.name, rdma=network.rdma)
 
 
-def draw_bars(comparison: NetworkBars) -> str:
+def draw_bars(networks: NetworkBars) -> str:
     """Draw the bars as a self-contained SVG: step time, the forecast's interval, time and cost of the whole run."""
-    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in comparison.bars)])
-    best = min((b.step_seconds for b in comparison.bars if b.step_seconds), default=0.0)
-    return render_template(__file__, "networks.svg.j2", found=comparison, full=full, best=best, label_bar=label_bar)
+    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in networks.bars)])
+    best = min((b.step_seconds for b in networks.bars if b.step_seconds), default=0.0)
+    return render_template(__file__, "networks.svg.j2", networks=networks, full=full, best=best, label_bar=label_bar)
 
 
 def label_bar(bar: NetworkBar, best: float) -> tuple[str, str]:

@@ -105,7 +105,7 @@ class _Stages:
     options: Mapping[str, Any]
     request: Request
     progress: Progress
-    found: tuple[Snapshot, ...]
+    snapshots: tuple[Snapshot, ...]
     before: baseline.Baseline
     expected: Sequence[NodeExpectation]
     stop: threading.Event
@@ -113,7 +113,7 @@ class _Stages:
 
     def report(self) -> Report:
         """Run all stages."""
-        options, snapshots = self.options, self.found
+        options, snapshots = self.options, self.snapshots
         request = build_job_request(self.request) if options["train"] else self.request
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
@@ -171,7 +171,7 @@ class _Stages:
             self.notes.append("not measured: recorded hosts cannot be measured")
             return None
         spec = benchmark.build_preflight_spec(
-            self.found, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
+            self.snapshots, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
             required=make_required_links(self.expected),
         )  # fmt: skip
         try:
@@ -181,15 +181,14 @@ class _Stages:
             return None
 
     def _ranks(self) -> int:
-        return int(self.options["ranks"] or benchmark.count_default_ranks(self.found))
+        return int(self.options["ranks"] or benchmark.count_default_ranks(self.snapshots))
 
     def _calibrate(self, request: Request) -> Calibration | None:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
         self.progress.step(f"measure: GEMMs and a layer of {request.model}")
         try:
-            return benchmark.calibrate_host(
-                request, self._ranks(), gpu=bool(benchmark.list_gpus(self.found)), stop=self.stop
-            )
+            gpu = bool(benchmark.list_gpus(self.snapshots))
+            return benchmark.calibrate_host(request, self._ranks(), gpu=gpu, stop=self.stop)
         except (benchmark.BenchmarkError, ValueError) as error:
             self.notes.append(f"not calibrated: {error}")
             return None
@@ -209,7 +208,7 @@ class _Stages:
         record, reason = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
             return None, make_unmeasured(RUN_CODES, reason)
-        return record, measured.check_run(record, self.found[0].hostname, reason)
+        return record, measured.check_run(record, self.snapshots[0].hostname, reason)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
         """Launch the job with exactly the recommended environment and layout."""
@@ -242,12 +241,12 @@ def name_blocking_failures(findings: Sequence[Finding], options: Mapping[str, An
 
 def judge_nodes(options: Mapping[str, Any]) -> Report:
     """Judge other nodes by their published records. Nothing is scanned, measured or recommended."""
-    from agent.cluster.client import connect
+    from agent.cluster.client import TRIES, connect
     from agent.cluster.nodes import Fleet, check_nodes, make_unknown_node, select_nodes
 
     started, clock = time.time(), time.monotonic()
     expected = require_expectations(options["expect"], options["expect_file"])
-    client = connect(options["context"]).brief()
+    client = connect(options["context"]).limited(tries=TRIES, timeout_seconds=5.0)
     names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
     fleet = Fleet()
     fleet.read(client)
@@ -333,6 +332,5 @@ def render_junit(report: Report) -> str:
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
     aside = describe_unchecked_gpus(report.checks)
-    return printable(
-        render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
-    )
+    by_node = sorted(suites.items())
+    return printable(render_template(__file__, "junit.xml.j2", aside=aside, suites=by_node, measured=measured))

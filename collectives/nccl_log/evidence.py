@@ -349,8 +349,9 @@ def _take(runs: Runs, file: BinaryIO, name: str) -> None:
         if newline:
             reader.feed(block + newline)
         elif len(buffer) >= BLOCK_BYTES:
-            # A progress bar, or a whole log in one JSON string: process the complete parts as part of the same line.
-            lines, end, tail = buffer.rpartition(b"\r" if b"\r" in buffer else b"\\n")
+            # A progress bar, or a whole log in one line of JSON: process the complete parts as part of the same line.
+            mark = next((mark for mark in (b"\r", b"\\n", b'"],', b"},") if mark in buffer), b"\r")
+            lines, end, tail = buffer.rpartition(mark)
             if end:
                 reader.feed(lines)
                 reader.ledger.lines -= 1

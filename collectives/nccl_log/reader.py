@@ -109,10 +109,10 @@ def looks_like_text(start: bytes) -> bool:
 
 
 def split_long(line: bytes) -> list[bytes]:
-    """Split a line that is too long at its inner line ends, and cut the parts to the maximum length."""
+    """Split a line that is too long at its inner line ends or JSON entries, and cut the parts to the maximum length."""
     if len(line) <= MAX_LINE_BYTES:
         return [line]
-    return [part[:MAX_LINE_BYTES] for part in re.split(rb"\r|\\n", line)]
+    return [part[:MAX_LINE_BYTES] for part in re.split(rb'\r|\\n|(?<=[\]}]), ?(?=[\[{]")', line)]
 
 
 def clean(line: bytes) -> list[bytes]:
@@ -297,7 +297,7 @@ class Reader:
 
     def _meet_rank(self, init: re.Match[bytes], writer: Writer) -> None:
         """Record the rank, the GPU and the communicator in a line of communicator set-up."""
-        rank, ranks, device_name, bus, communicator = (group.decode() if group else "" for group in init.groups())
+        rank, ranks, device_name, bus, communicator, state = (text.decode() if text else "" for text in init.groups())
         device = device_name or writer.device
         if bus:
             self.ledger.gpus.add((writer.host, bus), writer.process)
@@ -305,6 +305,8 @@ class Reader:
             self.ledger.marks.add(communicator, None)
         place = Place(int(ranks), int(rank), writer.host, bus or f"device {device}", writer.process, device)
         self.ledger.facts.places.add(place, None)
+        if state:
+            self.ledger.facts.setups.add((place, state), None)
 
     def _begin_part(self, line: bytes) -> None:
         self.runs.add(self.ledger)

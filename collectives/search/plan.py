@@ -200,7 +200,10 @@ class Search:
         if self.phase == 2:
             return [Test(kind="near", nodes=group) for group in self._group_near(free)]
         if self.phase == 3 and self.nodes > 2:
-            return [Test(kind="far", nodes=group) for group in self._group_far(free)]
+            # Across domains: one node of each near group after another
+            near = self._group_near(free)
+            nodes = [group[place] for place in range(GROUP) for group in near if place < len(group)]
+            return [Test(kind="far", nodes=group) for group in _split_evenly(nodes)]
         again = self._find_alone_retests()
         alone = [Test(kind="alone", nodes=(node,)) for node in sorted(again)]
         return alone + self._plan_confirmations(again) or self._plan_rail_tests()
@@ -222,11 +225,6 @@ class Search:
         free = set(nodes)
         return [part for members in self._members.values() for part in _split_evenly([n for n in members if n in free])]
 
-    def _group_far(self, nodes: Iterable[int]) -> list[tuple[int, ...]]:
-        """Group nodes across domains: take one node of each group of `_group_near` after another."""
-        groups = self._group_near(nodes)
-        return _split_evenly([group[place] for place in range(GROUP) for group in groups if place < len(group)])
-
     def _plan_confirmations(self, busy: set[int]) -> list[Test]:
         """Plan tests of suspects with clean partners: each stuck node separately, slow nodes together."""
         tests: list[Test] = []
@@ -243,7 +241,9 @@ class Search:
                 tests.append(Test(kind=kind, nodes=group, repeats=1 if self._is_plain(group, open_links) else repeats))
 
         for node in self._find_open_nodes(("near", "far")):
-            kind = self._choose_kind(node)
+            done = Counter(measure.kind for measure in self._measures[node])
+            slow_in = [measure.kind for measure in self._get_state(node, ("near", "far"))[1]]
+            kind = min(slow_in, key=done.__getitem__)  # the one that was made least often
             if not self._was_stuck(node):
                 pools[kind, self.domains[node] if kind == "near" else ""].append(node)
                 continue
@@ -494,12 +494,6 @@ class Search:
             and (kinds == ("alone",) or not self._has_bad_part(node))
             and self._get_state(node, ("near", "far"))[0] != "bad"
         ]  # fmt: skip
-
-    def _choose_kind(self, node: int) -> str:
-        """Return the kind of test in which the node was slow and which was made least often."""
-        slow = [m.kind for m in self._get_state(node, ("near", "far"))[1]]
-        done = Counter(m.kind for m in self._measures[node])
-        return min(slow, key=lambda kind: done[kind])
 
     def _has_bad_part(self, node: int) -> bool:
         return self._get_state(node, ("alone",))[0] == "bad"

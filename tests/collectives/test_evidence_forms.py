@@ -119,11 +119,17 @@ def test_every_line_end_ends_the_last_line(end, times, tmp_path):
 
 
 def test_a_log_in_one_json_string_is_read(tmp_path):
-    """Some collectors give the whole log as one value."""
+    """Some collectors give the whole log as one value; Loki gives each line in a list, and all lists in one line."""
     log = tmp_path / "logs.json"
-    log.write_text(json.dumps({"logs": "step\n" * 400_000 + "\n".join(SOCKETS)}))
-    verdict = evidence.read_files([log])
-    assert (verdict.network, verdict.send.total, verdict.transports["SHM"]) == ("Socket", 1, 1)
+    entries = [[str(number), text] for number, text in enumerate(["step"] * 60_000 + list(SOCKETS))]
+    for data in (
+        {"logs": "step\n" * 400_000 + "\n".join(SOCKETS)},
+        {"values": entries},
+        [{"line": t} for _, t in entries],
+    ):
+        log.write_text(json.dumps(data))
+        verdict = evidence.read_files([log])
+        assert (verdict.network, verdict.send.total, verdict.transports["SHM"]) == ("Socket", 1, 1)
 
 
 TEXTS = ("problems", "notes", "proof", "fabric", "lines_read", "schema_version", "runs")

@@ -97,7 +97,7 @@ def test_a_cluster_without_dra_refuses_the_claim(kubeconfig):
     done = run_job(*DRA, code=1)
     assert "nothing was created" in done.output
     assert "resourceclaimtemplate/sft-gpu-nic: the API server says 404" in done.output
-    assert "is resource.k8s.io/v1 served by this cluster?" in done.output
+    assert "may lack the definition of /apis/resource.k8s.io/v1/" in done.output
     assert kubeconfig.of_kind("Job") == []
 
 

@@ -47,8 +47,8 @@ from agent.http import serve
 from agent.base.options import read_snapshots
 from probes.registry import ALL
 from agent.http import server, state, worker
-shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MAX_WAITING},
-                       longest_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
+shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), max_waiting={MAX_WAITING},
+                       max_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
 view = state.State(lambda: read_snapshots((Path(sys.argv[2]),), ALL), interval_seconds=3600)
 app = server.create(view, worker=shared)
 @app.get("/endless")

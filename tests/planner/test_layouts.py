@@ -341,6 +341,7 @@ def test_trl_names_are_those_of_training_arguments() -> None:
     assert set(data) - known <= of_trl
     assert data["fsdp_config"]["activation_checkpointing"] is True
     assert data["gradient_checkpointing"] is False
+    assert data["accelerator_config"]["gradient_accumulation_kwargs"]["sync_each_batch"], "or no gradient is sharded"
 
 
 @each_row(("layout", "train", "kernel"), rows("trl_attention"))
