@@ -459,10 +459,8 @@ def _explain_silence(record: NodeRecord | None, now: float) -> str:
         return "its agent has never answered"
     if record.stopped_at_seconds is not None:
         return f"its agent ended {units.duration(max(0.0, now - record.stopped_at_seconds))} ago"
-    ahead = record.scanned_at_seconds - now
-    if ahead > 0:
-        return f"its record is {units.duration(ahead)} ahead of the clock here"
-    return f"silent for {units.duration(-ahead)}"
+    lead = record.scanned_at_seconds - now
+    return f"its clock is {units.duration(lead)} ahead of ours" if lead > 0 else f"silent for {units.duration(-lead)}"
 
 
 def check_record(name: str, record: NodeRecord) -> list[Finding]:
