@@ -383,7 +383,7 @@ class _Reader(Expander):
         self._follow_apart(parts[-1:])
 
     def _find_reader(self, node: Node) -> str:
-        """Return the program that reads the input of a command, or the file into which tee or `bash -c "cat > FILE"` writes it."""
+        """Return the program that reads the input of a command, or the file that tee or `cat > FILE` writes."""
         command = [Word(each, each) for each in _SET_BEFORE.sub("", self.text(node)[:1000]).split()]
         program = find_program(command) if command else 0
         if program >= len(command):
