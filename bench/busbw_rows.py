@@ -20,7 +20,7 @@ from contracts.tables import read_table
 from hardware.gpus import Gpu, find_gpu
 from hardware.machines import catalogue
 from hardware.units import GIGA
-from topology.expected import Paths, span
+from topology.expected import Paths, exact_rate
 from topology.graph import nvlink_bytes_per_second, pcie_bytes_per_second
 from topology.paths import pcie_generations
 
@@ -146,7 +146,7 @@ def place(row: Row) -> Paths:
         nvls=_nvls(row) if inside == "NVSwitch" and (capability or (0, 0)) >= (9, 0) else False,
         between=between if groups > 1 else None,
         wire=wire if groups > 1 else None,
-        words=(row.machine,),
+        sources=(row.machine,),
     )
 
 
@@ -182,7 +182,7 @@ def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tupl
         return row.nodes, wire
     groups = -(-row.ranks // _DOMAIN)
     hosts = -(-row.nodes // groups)
-    return groups, span(wire.mid * hosts) if wire else None
+    return groups, exact_rate(wire.mid * hosts) if wire else None
 
 
 def _inside(
@@ -204,14 +204,14 @@ def _inside(
         if through == "NVLink" and capability == (7, 0) and not pair:
             # A ring over part of a hybrid cube mesh, in which two pairs of each four GPUs have two links.
             links = {2: 2, 3: 2, 4: 4}.get(row.gpus_per_node, 6)
-        return through, span(links * (nvlink_bytes_per_second(capability) or 0.0))
+        return through, exact_rate(links * (nvlink_bytes_per_second(capability) or 0.0))
     # A 400 Gb/s NIC needs a PCIe slot of generation 5, and the GPUs behind the same switches have at least the same.
     fast = wire is not None and re.search(r"x\s*400", text) is not None
     generation = pcie_generations(capability)[1] if gpu else 5 if fast else 4
     rate = pcie_bytes_per_second(_SPEEDS[generation], 16)
     refused = "without p2p" in text or "(shm" in text or bool(instance and instance.virtual)
     direct = (gpu.peers if gpu else True) and not refused
-    return "PCIe" if direct else "shared memory", span(rate or 0.0)
+    return "PCIe" if direct else "shared memory", exact_rate(rate or 0.0)
 
 
 def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Interval]:
@@ -228,7 +228,7 @@ def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Inte
         gbps = next((float(rate) for word, rate in INFINIBAND_GBPS.items() if re.search(rf"\b{word}", text)), None)
     if gbps is None:
         raise PlaceError(f"{row.machine}: unknown network between its {row.nodes} nodes")
-    return kind, span(gbps * GIGA / 8)
+    return kind, exact_rate(gbps * GIGA / 8)
 
 
 # Number of NICs or ports, and the rate of each. Their product is the bandwidth of one host.

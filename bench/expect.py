@@ -21,7 +21,7 @@ from busbw_rows import MIB, PlaceError, Row, place, read
 
 from contracts.tables import read_table
 from hardware.units import GIGA
-from topology.expected import FACTORS, Expected, Factors, Paths, Unknown, expected, nvls_share
+from topology.expected import FACTORS, ExpectedBandwidth, Factors, Paths, UnknownBandwidth, expect_bandwidth, nvls_share
 
 CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
@@ -63,8 +63,8 @@ def efficiency(each: Placed, factors: Factors) -> float | None:
 
 
 def _by_nvls(each: Placed) -> bool:
-    result = expected(each.paths, each.row.op, each.row.bytes, each.row.ranks)
-    return isinstance(result, Expected) and result.algorithm == "NVLS"
+    result = expect_bandwidth(each.paths, each.row.op, each.row.bytes, each.row.ranks)
+    return isinstance(result, ExpectedBandwidth) and result.algorithm == "NVLS"
 
 
 def fit(rows: Sequence[Placed]) -> Factors:
@@ -213,12 +213,12 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     wrong = []
     for each_row in rows:
         by = factors.get(each_row.row.source, FACTORS)
-        result = expected(each_row.paths, each_row.row.op, each_row.row.bytes, each_row.row.ranks, factors=by)
+        result = expect_bandwidth(each_row.paths, each_row.row.op, each_row.row.bytes, each_row.row.ranks, factors=by)
         outcomes, message = classify(each_row, result)
         wrong += [message] if message else []
         for kind in (each_row.kind, "all"):
             counts[kind].update(["rows", *outcomes])
-            if isinstance(result, Expected) and each_row.row.healthy == "yes":
+            if isinstance(result, ExpectedBandwidth) and each_row.row.healthy == "yes":
                 ratios[kind].append(each_row.row.busbw / result.interval.mid)
     print(f"| class | rows | median | least | most | {' | '.join(COUNTS)} |")
     print("|---|---|---|---|---|---|---|---|---|---|")
@@ -235,23 +235,22 @@ def report(rows: Sequence[Placed], unplaced: Sequence[str], factors: dict[str, F
     print(f"\n{used}")
 
 
-def classify(placed_row: Placed, result: Expected | Unknown) -> tuple[list[str], str]:
+def classify(placed_row: Placed, result: ExpectedBandwidth | UnknownBandwidth) -> tuple[list[str], str]:
     """Return the columns of COUNTS in which a row counts, and a description if its result is wrong ("" if right)."""
     row = placed_row.row
     outcomes = [] if row.healthy in ("yes", "no") else ["unclear"]
-    if not isinstance(result, Expected):
+    if not isinstance(result, ExpectedBandwidth):
         missed = ["missed"] if row.healthy == "no" else []
-        return [*outcomes, "unknown", *missed], f"{row.machine}, {row.op}: {result.words()}"
+        return [*outcomes, "unknown", *missed], f"{row.machine}, {row.op}: {result.describe()}"
     is_low = row.busbw < result.interval.low
     if row.healthy == "no" and is_low:
         return ["caught"], ""
     if outcomes or (row.healthy == "yes" and not is_low):
         return outcomes, ""
     outcome = "false alarms" if is_low else "missed"
-    return [outcome], (
-        f"{outcome.removesuffix('s')}: {row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of "
-        f"{row.bytes // MIB} MiB: {row.busbw / GIGA:.4g}, expected {result.words()}, {result.algorithm} ({row.source})"
-    )
+    machine = f"{row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of {row.bytes // MIB} MiB"
+    expected = f"expected {result.describe()}, {result.algorithm}"
+    return [outcome], f"{outcome.removesuffix('s')}: {machine}: {row.busbw / GIGA:.4g}, {expected} ({row.source})"
 
 
 if __name__ == "__main__":

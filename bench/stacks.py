@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from contracts.layout import Checkpointing, Sharding
+from contracts.layout import Checkpointing, Layout, Sharding
 from contracts.tables import read_table
 from hardware.gpus import Gpu
 from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
@@ -64,10 +64,19 @@ class MegatronDeepSpeed(Engine):
 class TrlOfFsdp1(Trl):
     """TRL before 1.16, over FSDP1: it keeps every layer's input, and its gradient, until the backward pass is over.
 
+    Accelerate's no_sync, the Trainer's default, reduces gradients after the last micro-batch, and holds all until then.
     The hook that frees frozen weights (`_register_post_backward_reshard_only_hook`) holds the inputs of its block,
     which reentrant checkpointing makes separate leaves. Counted on two gloo ranks: 13 hidden-sized tensors at the
     end of six blocks, 3 without reentrant checkpointing, with FSDP2, or if the weights are trained.
     """
+
+    def shards_gradients(self, share: Share) -> bool:
+        """Whether gradients are sharded; they are not before the last micro-batch."""
+        return share.layout.gradient_accumulation == 1 and super().shards_gradients(share)
+
+    def count_exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
+        """Gradients are reduced after the last micro-batch."""
+        return (*super().count_exchanges(train, layout)[:2], 1)
 
     def logits(self, share: Share) -> float:
         """Return the bytes of the loss, or those of the gradients of all inputs and of one recomputed layer."""
@@ -85,7 +94,7 @@ def _stack(row: dict[str, Any]) -> Stack:
         traits["states"] = ENGINES[states].states
     kinds = {kind.__name__: kind for kind in (Engine, Fsdp, MegatronDeepSpeed)}
     base = kinds[engine](name=engine) if engine in kinds else ENGINES[engine]
-    if engine == "trl":
+    if engine == "trl" and traits:
         base = TrlOfFsdp1(**{each.name: getattr(base, each.name) for each in fields(base)})
     built = make_engine(base, traits)
     members = {key: tuple(each) if isinstance(each, list) else each for key, each in row.items() if key != "traits"}

@@ -124,7 +124,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
             note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
         settings["report_to"] = sorted(targets - missing) or "none"
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    unknown = parser.set_defaults_with_config(**{**settings, **_translate_layout(layout, on_gpu)})[::2]
+    unknown = parser.set_defaults_with_config(**{**settings, **_translate_layout(layout, on_gpu, settings)})[::2]
     for name in (option.removeprefix("--") for option in unknown):
         if name not in names.option_names()["no_effect"]:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
@@ -135,7 +135,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
 
 
-def _translate_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
+def _translate_layout(layout: Layout, on_gpu: bool, given: dict[str, Any]) -> dict[str, Any]:
     recompute, sharded = layout.checkpointing != "none", layout.sharding == "zero3" and layout.dp_shard > 1
     settings: dict[str, Any] = {
         "per_device_train_batch_size": layout.micro_batch, "bf16": layout.precision == "bf16",
@@ -148,11 +148,13 @@ def _translate_layout(layout: Layout, on_gpu: bool) -> dict[str, Any]:
             "version": 2, "reshard_after_forward": layout.reshard_after_forward, "activation_checkpointing": recompute,
             "cpu_offload": layout.offload == "all", "cpu_ram_efficient_loading": True,
         }  # fmt: skip
+    if (sharded or layout.cp > 1) and not isinstance(given.get("accelerator_config"), str):  # a file: as it is
+        synced = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}  # or FSDP holds all gradients meanwhile
+        settings["accelerator_config"] = {**(given.get("accelerator_config") or {}), **synced}
     if max(layout.tp, layout.cp) > 1 or (sharded and layout.dp_replicate > 1):
         settings["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp,
-            cp_size=layout.cp,
-        )  # fmt: skip
+            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp, cp_size=layout.cp
+        )
     return settings
 
 

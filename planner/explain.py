@@ -53,7 +53,8 @@ def sent_bytes(job: Job, layout: Layout, part: str) -> float:
     if part == "reduce":
         copies = layout.dp_replicate if share.sharded else layout.data_parallel * layout.cp
         here = share.part(share.trained, share.routed_trained, sharded=share.sharded)
-        total += 2 * (copies - 1) / copies * engine.reduced_bytes(job.train, layout) * here
+        times = scatters if engine.reduce_every_micro_batch and layout.sharding in {"zero2", "zero3"} else 1
+        total += 2 * (copies - 1) / copies * engine.reduced_bytes(job.train, layout) * here * times
     return total
 
 

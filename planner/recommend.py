@@ -23,7 +23,7 @@ from planner.explain import explain_loss, forecast_of, helps_most
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
 from planner.forecast.compute import CPU, DEFAULT, Job, Rates, cpu_rates, gpu_rates
-from planner.forecast.engine import Engine, uneven_stages
+from planner.forecast.engine import Engine, share_of, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, make_links
 from planner.forecast.memory import checkpoint_bytes, memory_of
@@ -327,6 +327,15 @@ def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
     return _text("may_not_fit", low=needs.low / GIB, high=needs.high / GIB, capacity=(planned.capacity or 0.0) / GIB)
 
 
+def _name_sync_setting(job: Job, layout: Layout) -> list[str]:
+    """Name the setting without which no gradient is sharded before the last micro-batch; [] if this costs no memory."""
+    share = share_of(job.model, job.train, layout)
+    if not (job.engine.sync_setting and share.sharded and not share.adapters) or layout.gradient_accumulation == 1:
+        return []
+    held = job.engine.reduced_bytes(job.train, layout) * share.trained / GIB
+    return [_text("sync_setting", setting=job.engine.sync_setting, held=held)]
+
+
 def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     """Forecast one given layout, even if it would not be chosen.
 
@@ -411,6 +420,7 @@ def recommend(
         helps = helps_most(planned.job, best[0], planned.capacity)
         captured = planned.job.engine.uses_cuda_graph(planned.job.model, winner.layout)
         unknowns += [_text("cuda_graph", settings=" ".join(planned.job.engine.cuda_graph_arguments))] * captured
+        unknowns += _name_sync_setting(planned.job, winner.layout)
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
             helps = (*nearest(planned), *helps) if planned.requested else helps

@@ -7,6 +7,7 @@ interfaces only on hosts without RDMA devices.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -24,7 +25,7 @@ from probes.pci.facts import PciFacts
 from probes.rdma import facts as rdma_facts
 from probes.rdma.facts import RdmaDevice, RdmaFacts
 from topology.derive import complete
-from topology.graph import UNKNOWN, Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
+from topology.graph import UNKNOWN, Cpu, Device, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import NvLinks, PciTree, count_targets, join_by_nvlink, pair_by_pcie
 
 SOURCES: tuple[Source[Any], ...] = (
@@ -45,16 +46,18 @@ def build(snapshot: Snapshot) -> NodeTopology:
     warnings: list[str] = []
     gpus = _build_gpus(facts, tree, warnings)
     nics = list_nics(snapshot.facts(RdmaFacts), snapshot.facts(InterfacesFacts), tree)
+    links = NvLinks(facts)
+    pairs = tuple(_build_pairs((*gpus, *nics), links, tree, _build_cpu(host)))  # adds to the warnings of `links`
     return complete(
         NodeTopology(
             hostname=snapshot.hostname,
             gpus=gpus,
             nics=nics,
-            pairs=_build_pairs(gpus, nics, facts, tree, _build_cpu(host), warnings),
+            pairs=pairs,
             cpu_count=host.threads if host else None,
             numa_nodes=(len(host.numa) or None) if host else None,
             virtual=pci.virtual_tree if pci else None,
-            warnings=tuple(warnings),
+            warnings=(*warnings, *links.warnings),
             nvlink_known=facts is not None and any(gpu.nvlinks_known for gpu in facts.gpus),
             topology_files=pci.topology_files if pci else (),
             product=host.product if host else None,
@@ -109,26 +112,14 @@ def _build_gpu(gpu: Gpu, tree: PciTree) -> GpuNode:
     )
 
 
-def _build_pairs(
-    gpus: tuple[GpuNode, ...],
-    nics: tuple[NicNode, ...],
-    facts: GpuFacts | None,
-    tree: PciTree,
-    cpu: Cpu | None,
-    warnings: list[str],
-) -> tuple[Pair, ...]:
-    links = NvLinks(facts)
-    pairs = []
-    devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
+def _build_pairs(devices: tuple[Device, ...], links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Iterator[Pair]:
     for a, b in combinations(devices, 2):
         if isinstance(a, GpuNode) and isinstance(b, GpuNode):
-            pairs.append(_build_gpu_pair(a, b, links, tree, cpu))
+            yield _build_gpu_pair(a, b, links, tree, cpu)
         else:
             label = tree.label(a.bus_id, b.bus_id) or UNKNOWN
             evidence = "sysfs" if label != UNKNOWN else "not in the PCIe tree"
-            pairs.append(pair_by_pcie(a, b, label, tree, cpu, evidence=evidence))
-    warnings.extend(links.warnings)
-    return tuple(pairs)
+            yield pair_by_pcie(a, b, label, tree, cpu, evidence=evidence)
 
 
 def _build_gpu_pair(a: GpuNode, b: GpuNode, links: NvLinks, tree: PciTree, cpu: Cpu | None) -> Pair:

@@ -15,7 +15,7 @@ from hardware.units import gigabits, some
 from probes.api import finding, list_codes
 from topology.derive import find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
-from topology.paths import gigabytes
+from topology.paths import gigabytes, is_behind_own_switch
 
 TEXTS = read_table(__file__, "findings.toml")
 CODES = list_codes(TEXTS)
@@ -145,10 +145,8 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     decided = [near for near in node.nearest_nic if near.decidable]
     direct = {nic for near in decided if uses_gdr(near, farthest) for nic in near.nics}
-    # Unnamed GPUs in the shape of a GB200 or GB300 tray may reach their NICs over C2C, with GPUDirect RDMA.
-    shape = len(node.gpus) == 4 and {near.label for near in decided} == {"NODE"}
-    tray = shape and not any(gpu.model for gpu in node.gpus) and _count_switch_links(node) == most_links()
-    lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if tray or without_gdr(gpu.model or "")}
+    by_c2c = _may_be_grace(node) and {near.label for near in decided} == {"NODE"}
+    lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if by_c2c or without_gdr(gpu.model or "")}
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in decided:
         if near.why:
@@ -179,6 +177,12 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
                 phb=_text("node_is_phb") * (near.label == "NODE") + hidden,
             )  # fmt: skip
+
+
+def _may_be_grace(node: NodeTopology) -> bool:
+    """Whether unnamed GPUs may be those of a GB200 tray, a GH200 or a DGX Spark, whose NICs are NODE or SYS (C2C)."""
+    few = len(node.gpus) == 1 or (len(node.gpus) == 4 and _count_switch_links(node) == most_links())
+    return few and not any(gpu.model for gpu in node.gpus)
 
 
 def _shares_nics(node: NodeTopology) -> bool:
@@ -241,9 +245,10 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
     lost = {gpu.name for gpu in node.gpus if not gpu.usable}
     undecided = [near for near in node.nearest_nic if not near.decidable and near.gpu not in lost]
     if undecided and len(node.nics) > 1:
-        gpus, reason = ", ".join(near.gpu for near in undecided), undecided[0].why
-        code = "topology.gpu_nic.undecidable" + (" cut" if node.lacking else " grace" * (reason == _text("coherent")))
-        yield finding(TEXTS, code, None, gpus, _cite_pairs(node, undecided[0]), why=reason)
+        near, gpus = undecided[0], ", ".join(near.gpu for near in undecided)
+        tray = " tray" * (near.label == "SYS" and _may_be_grace(node))
+        case = " cut" if node.lacking else " grace" if near.why == _text("coherent") else tray
+        yield finding(TEXTS, f"topology.gpu_nic.undecidable{case}", None, gpus, _cite_pairs(node, near), why=near.why)
 
 
 def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
@@ -294,14 +299,13 @@ def _describe_fewer_nics(node: NodeTopology) -> str:
 
 def _check_nic_pcie(node: NodeTopology) -> Iterator[Finding]:
     """Report RDMA NICs whose current PCIe link is slower than their port: link degraded, or slot too small."""
-    row = find_reference(node)
-    soldered = row is not None and row.nics_soldered  # the vendor chose the number of lanes
+    soldered = bool((row := find_reference(node)) and row.nics_soldered)  # the vendor chose the number of lanes
     for nic in node.nics:
         rate, slot = nic.rate_bytes_per_second, nic.pcie_bytes_per_second
         carried = nic.pcie_running_bytes_per_second or slot
         if nic.kind in _RDMA and rate and slot and carried and rate > carried * RAW_OVER_PLAN:
             trained_down = carried < slot
-            if soldered and not trained_down:
+            if (soldered or is_behind_own_switch(nic, node.gpus)) and not trained_down:
                 continue
             subject = f"link, {nic.pcie_link}," if trained_down else "slot"
             case = " trained_down" if trained_down and rate <= slot * RAW_OVER_PLAN else ""

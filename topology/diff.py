@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_interface
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.finding import Status
 from contracts.tables import read_table, read_texts
@@ -137,14 +136,14 @@ def _list_probe_traits(snapshot: Snapshot) -> Iterator[Trait]:
         yield from _trait(f"probe {name}", "", state, FAIL if name in ("gpu", "rdma") else WARN, float(answered))
 
 
-def _gpus(facts: GpuFacts) -> Iterator[Trait]:
+def _list_all_gpu_traits(facts: GpuFacts) -> Iterator[Trait]:
     yield from _read_rows("driver", facts)
     yield from _trait("driver", "error", facts.driver_error or "none", FAIL, float(facts.driver_error is None))
     for gpu in facts.gpus:
-        yield from _gpu(gpu)
+        yield from _list_gpu_traits(gpu)
 
 
-def _gpu(gpu: Gpu) -> Iterator[Trait]:
+def _list_gpu_traits(gpu: Gpu) -> Iterator[Trait]:
     name = f"GPU{gpu.index}"
     yield from _read_rows("gpu", gpu, name)
     if gpu.error is None or gpu.broken:  # a refused query is not a state
@@ -161,7 +160,7 @@ def _gpu(gpu: Gpu) -> Iterator[Trait]:
         yield from _trait(name, "throttled by", reasons, worst, float(WORST_FIRST.index(worst)))
 
 
-def _pci(facts: PciFacts) -> Iterator[Trait]:
+def _list_pci_traits(facts: PciFacts) -> Iterator[Trait]:
     yield from _read_rows("pci", facts)
     acs = [device.acs_source_validation for device in facts.devices if device.acs_source_validation is not None]
     if acs:
@@ -171,7 +170,7 @@ def _pci(facts: PciFacts) -> Iterator[Trait]:
             yield from _read_rows("pci_device", device, device.bus_id)
 
 
-def _rdma(facts: RdmaFacts) -> Iterator[Trait]:
+def _list_rdma_traits(facts: RdmaFacts) -> Iterator[Trait]:
     yield from _read_rows("rdma", facts)
     for device in facts.devices:
         yield from _read_rows("rdma_device", device, device.name)
@@ -193,7 +192,7 @@ def _list_port_traits(name: str, port: RdmaPort) -> Iterator[Trait]:
         yield from _trait(name, "PFC priorities", ", ".join(map(str, port.pfc_priorities)) or "none", WARN)
 
 
-def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
+def _list_interface_traits(facts: InterfacesFacts) -> Iterator[Trait]:
     yield from _read_rows("interfaces", facts)
     for interface in facts.interfaces:
         if interface.role not in ("loopback", "docker", "bridge", "virtual") and interface.kind not in ("veth", "tun"):
@@ -204,7 +203,7 @@ def _interfaces(facts: InterfacesFacts) -> Iterator[Trait]:
                     yield from _trait(interface.name, "network", ", ".join(networks) or "none", WARN)
 
 
-def _limits(facts: LimitsFacts) -> Iterator[Trait]:
+def _list_limit_traits(facts: LimitsFacts) -> Iterator[Trait]:
     if facts.memlock_known:
         soft, hard = facts.memlock_soft_bytes, facts.memlock_hard_bytes
         yield from _trait("memlock", "", format_size(soft), FAIL, float("inf") if soft is None else soft)
@@ -221,8 +220,8 @@ def _list_host_traits(facts: HostinfoFacts) -> Iterator[Trait]:
 
 
 _OF_FACTS: tuple[tuple[type, Callable[[Any], Iterator[Trait]]], ...] = (
-    (GpuFacts, _gpus), (PciFacts, _pci), (RdmaFacts, _rdma), (InterfacesFacts, _interfaces), (LimitsFacts, _limits),
-    (HostinfoFacts, _list_host_traits),
+    (GpuFacts, _list_all_gpu_traits), (PciFacts, _list_pci_traits), (RdmaFacts, _list_rdma_traits),
+    (InterfacesFacts, _list_interface_traits), (LimitsFacts, _list_limit_traits), (HostinfoFacts, _list_host_traits),
 )  # fmt: skip
 
 
@@ -273,7 +272,7 @@ class FleetFamily:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class FleetComparison:
     """All nodes, in families of comparable nodes; the largest family comes first."""
 
     total: int
@@ -360,75 +359,85 @@ def _fold(differences: list[Difference]) -> list[Difference]:
     return sorted(result, key=lambda difference: WORST_FIRST.index(difference.status))
 
 
-def fleet(snapshots: Iterable[Snapshot], names: Sequence[Sequence[str]] | None = None) -> Fleet:
+class _EqualNodes(NamedTuple):
+    """Nodes of a fleet with the same traits."""
+
+    names: Sequence[str]
+    traits: Traits  # without NVLink domains, in which the racks of a fleet differ
+    domains: tuple[str, ...]
+    model: str | None  # the most common GPU model; None if no GPU is visible
+
+
+def compare_fleet(hosts: Sequence[tuple[Sequence[str], Snapshot]]) -> FleetComparison:
     """Group nodes by their traits, and describe how each group differs from the common values.
 
-    `names`: for each snapshot, the nodes that it represents, if it stands for several equal nodes.
-
-    Nodes with different GPU models form separate families. A node without visible GPUs is compared with the largest
-    family, because in a GPU fleet this is a fault, not another type of machine.
+    Each snapshot has the names of the nodes that it represents. Nodes with different GPU models form separate families.
+    A node without visible GPUs is compared with the largest family, because in a GPU fleet this is a fault, not another
+    type of machine.
     """
-    listed = list(snapshots)
-    if not listed:
+    if not hosts:
         raise ValueError("a fleet needs at least one snapshot, got none")
-    fullest = max(listed, key=lambda snapshot: len(facts.gpus) if (facts := snapshot.facts(GpuFacts)) else 0)
-    by_snapshot = [list_traits(snapshot, like=fullest) for snapshot in listed]
-    node_names = names or [(name,) for name in _number_duplicates([snapshot.hostname for snapshot in listed])]
-    nodes = list(zip(node_names, by_snapshot, strict=True))
-    models = [Counter(trait.value for trait in table.values() if trait.what == "model") for _, table in nodes]
-    kinds = [counts.most_common(1)[0][0] if counts else None for counts in models]
-    sizes = Counter(kind for (aliases, _), kind in zip(nodes, kinds, strict=True) if kind is not None for _ in aliases)
+    fullest = max((host for _, host in hosts), key=lambda host: len(f.gpus) if (f := host.facts(GpuFacts)) else 0)
+    nodes = [_read_traits(names, snapshot, fullest) for names, snapshot in hosts]
+    sizes = Counter(node.model for node in nodes if node.model for _ in node.names)
     largest = sizes.most_common(1)[0][0] if sizes else "no GPU"
-    families: dict[str, list[tuple[Sequence[str], Traits]]] = defaultdict(list)
-    for node, kind in zip(nodes, kinds, strict=True):
-        families[kind or largest].append(node)
+    families: dict[str, list[_EqualNodes]] = defaultdict(list)
+    for node in nodes:
+        families[node.model or largest].append(node)
     built = [_make_family(kind, members) for kind, members in families.items()]
-    return Fleet(
-        total=sum(len(aliases) for aliases, _ in nodes), families=tuple(sorted(built, key=lambda family: -family.total))
+    built.sort(key=lambda family: -family.total)
+    return FleetComparison(total=sum(family.total for family in built), families=tuple(built))
+
+
+def _read_traits(names: Sequence[str], snapshot: Snapshot, fullest: Snapshot) -> _EqualNodes:
+    traits = list_traits(snapshot, like=fullest)
+    models = Counter(trait.value for trait in traits.values() if trait.what == "model")
+    return _EqualNodes(
+        names=names,
+        traits={key: trait for key, trait in traits.items() if trait.what != DOMAIN},
+        domains=tuple(trait.value for trait in traits.values() if trait.what == DOMAIN),
+        model=models.most_common(1)[0][0] if models else None,
     )
 
 
-def _make_family(kind: str, nodes: Sequence[tuple[Sequence[str], Traits]]) -> FleetFamily:
-    total = sum(len(names) for names, _ in nodes)
-    domains: dict[str, dict[str, None]] = defaultdict(dict)
-    for names, mine in nodes:  # equal nodes of two racks are in two NVLink domains
-        for trait in (trait for trait in mine.values() if trait.what == DOMAIN):
-            domains[trait.value].update(dict.fromkeys(names))
-    nodes = [(names, {key: trait for key, trait in traits.items() if key[1] != DOMAIN}) for names, traits in nodes]
-    usual = _find_usual([(len(names), traits) for names, traits in nodes])
+def _make_family(kind: str, nodes: Sequence[_EqualNodes]) -> FleetFamily:
+    total, usual = sum(len(node.names) for node in nodes), _find_usual(nodes)
     groups: dict[tuple[Difference, ...], list[str]] = defaultdict(list)
-    for names, mine in nodes:
-        groups[compare(usual, mine, same_host=True)] += names
+    for node in nodes:
+        groups[compare(usual, node.traits, same_host=True)] += node.names
     ordered = [FleetGroup(nodes=tuple(names), differences=differences) for differences, names in groups.items()]
     # Among groups of equal size, the one with the fewest differences is the common configuration.
     ordered.sort(key=lambda group: (-len(group.nodes), len(group.differences)))
     common, *odd = ordered
     odd.sort(key=lambda group: (-len(group.differences), len(group.nodes)))
     odd.sort(key=lambda group: WORST_FIRST.index(next((one.status for one in group.differences), INFO)))
-    warnings = []
+    warnings = _describe_domains(nodes, total)
     if len(common.nodes) * 2 <= total and odd:
-        warnings.append(_text("no_common", nodes=len(common.nodes), total=total))
-    if 1 < len(domains) < total:  # a domain of a single node may be that of its board
-        listed = "; ".join(f"{some(list(names), limit=3)} in {domain}" for domain, names in domains.items())
-        warnings.append(_text("domains", count=len(domains), listed=listed))
-    return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=tuple(warnings))
+        warnings = (_text("no_common", nodes=len(common.nodes), total=total), *warnings)
+    return FleetFamily(kind=kind, total=total, common=common, odd=tuple(odd), warnings=warnings)
 
 
-def _number_duplicates(names: Sequence[str]) -> list[str]:
-    """Number the recordings with the same host name."""
-    counts, numbers = Counter(names), defaultdict[str, Iterator[int]](lambda: count(1))
-    return [name if counts[name] == 1 else f"{name}#{next(numbers[name])}" for name in names]
+def _describe_domains(nodes: Sequence[_EqualNodes], total: int) -> tuple[str, ...]:
+    """Return which nodes are in which NVLink domain, if the domains are those of racks."""
+    domains: dict[str, dict[str, None]] = defaultdict(dict)
+    for node in nodes:
+        for domain in node.domains:
+            domains[domain].update(dict.fromkeys(node.names))
+    if not 1 < len(domains) < total:  # a domain of a single node may be that of its board
+        return ()
+    listed = "; ".join(f"{some(list(names), limit=3)} in {domain}" for domain, names in domains.items())
+    return (_text("domains", count=len(domains), listed=listed),)
 
 
-def _find_usual(all_traits: Sequence[tuple[int, Traits]]) -> Traits:
-    """Return the most common trait of each key that most nodes have; the input is (number of nodes, traits)."""
+def _find_usual(nodes: Sequence[_EqualNodes]) -> Traits:
+    """Return the most common trait of each key that most nodes have."""
     by_key: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     example: dict[tuple[tuple[str, str], str], Trait] = {}
-    for nodes, traits in all_traits:
-        for key, trait in traits.items():
-            by_key[key][trait.value] += nodes
+    for node in nodes:
+        for key, trait in node.traits.items():
+            by_key[key][trait.value] += len(node.names)
             example[key, trait.value] = trait
-    total = sum(nodes for nodes, _ in all_traits)
+    total = sum(len(node.names) for node in nodes)
     return {
         key: example[key, counts.most_common(1)[0][0]] for key, counts in by_key.items() if counts.total() * 2 > total
     }
@@ -441,11 +450,10 @@ def format_diff(differences: Sequence[Difference]) -> str:
     return "\n".join(f"{difference.status:<7} {difference.message}" for difference in differences)
 
 
-def format_fleet(view: Fleet) -> str:
+def format_fleet(view: FleetComparison) -> str:
     """Format each family: the common group, then the other groups with their differences."""
     from jinja2 import Environment, FileSystemLoader
 
-    templates = Environment(  # noqa: S701 - plain text, not HTML
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True
-    )
+    folder = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(loader=folder, trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - plain text, not HTML
     return templates.get_template("fleet.j2").render(families=view.families)

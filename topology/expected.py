@@ -17,7 +17,7 @@ from contracts.finding import Interval
 from contracts.tables import read_table
 from hardware.units import GIGA
 
-Three = tuple[float, float, float]  # least, usual, most
+Range = tuple[float, float, float]  # least, usual, most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +32,14 @@ class Factors:
     ring_margin: tuple[float, float]
     volta: float
     volta_least: float
-    nvls_hopper: Three
-    nvls_blackwell: Three
-    nvls_blackwell_large: Three
+    nvls_hopper: Range
+    nvls_blackwell: Range
+    nvls_blackwell_large: Range
     nvls_tree_least: float
-    pcie: Three
-    shared_memory: Three
-    rdma: Three
-    rdma_host: Three
+    pcie: Range
+    shared_memory: Range
+    rdma: Range
+    rdma_host: Range
     own_copy: float
     sockets: tuple[tuple[float, float], tuple[float, float], float]
     start_seconds: tuple[float, float]
@@ -84,12 +84,12 @@ def nvls_share(ranks: int) -> float:
     return min(1.0, (2 * (ranks - 1) / (ranks + 1)) / (2 * 7 / 9))
 
 
-def between(low: float, high: float) -> Interval:
+def rate_between(low: float, high: float) -> Interval:
     """Return the interval of a rate with known bounds, in bytes per second; the middle is their geometric mean."""
     return Interval(low=low, mid=math.sqrt(low * high), high=high)
 
 
-def span(value: float) -> Interval:
+def exact_rate(value: float) -> Interval:
     """Return the interval of an exactly known rate, in bytes per second."""
     return Interval(low=value, mid=value, high=value)
 
@@ -109,7 +109,7 @@ class Paths:
     between: str | None = None  # "RDMA", "RDMA without GPUDirect", "sockets"; None: one group, or unknown
     wire: Interval | None = None  # from one group to the others: all NICs of its ranks together
     domain: str | None = None  # per host: the NVLink domain that its GPUs share with other hosts
-    words: tuple[str, ...] = ()  # source of these values
+    sources: tuple[str, ...] = ()  # of these values
 
     def ranks_per_group(self, ranks: int) -> int:
         """Number of ranks in the largest group."""
@@ -117,27 +117,27 @@ class Paths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class ExpectedBandwidth:
     """Expected bus bandwidth of a healthy run in bytes per second, with its derivation."""
 
     interval: Interval
     algorithm: str  # "ring", "NVLS", "NVLS tree or ring"
     derivation: tuple[str, ...] = ()
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return "332 GB/s (278 to 385)"."""
         rate = self.interval
         return f"{rate.mid / GIGA:.4g} GB/s ({rate.low / GIGA:.4g} to {rate.high / GIGA:.4g})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unknown:
+class UnknownBandwidth:
     """The reason that there is no expected value; with the range that the links allow, if known."""
 
     why: str
     range: Interval | None = None
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return "unknown, between 9 and 53 GB/s: the speed of one NVLink is not known"."""
         between = f", between {self.range.low / GIGA:.3g} and {self.range.high / GIGA:.3g} GB/s" if self.range else ""
         return f"unknown{between}: {self.why}"
@@ -158,54 +158,54 @@ class _Run:
         return self.paths.ranks_per_group(self.ranks)
 
 
-def expected(
+def expect_bandwidth(
     paths: Paths, operation: str, size_bytes: int, ranks: int, *, factors: Factors = FACTORS, ring: bool = False
-) -> Expected | Unknown:
+) -> ExpectedBandwidth | UnknownBandwidth:
     """Return the expected bandwidth of `operation` with `ranks` ranks over these paths.
 
     `paths` contains the link rates of NCCL's plan; `size_bytes` is S as in nccl-tests. If `ring` is set, the result is
     for the ring algorithm, even if NCCL might select another.
     """
     if operation not in _PASSES:
-        return Unknown(why=f"no model for {operation}")
+        return UnknownBandwidth(why=f"no model for {operation}")
     if ranks < 2:
-        return Unknown(why="one rank alone sends nothing")
+        return UnknownBandwidth(why="one rank alone sends nothing")
     run = _Run(paths, operation, size_bytes, ranks, factors)
     if run.per_group > 1 and (paths.link is None or paths.link.low <= 0):
-        return Unknown(why="what the GPUs of a host carry among themselves is not known")
+        return UnknownBandwidth(why="what the GPUs of a host carry among themselves is not known")
     if paths.groups > 1 and (paths.between is None or paths.wire is None or paths.wire.low <= 0):
-        return Unknown(why="what joins the hosts is not known")
+        return UnknownBandwidth(why="what joins the hosts is not known")
     result = _expect_ring(run) if ring or operation != "all_reduce" else _expect_all_reduce(run)
     if any(rate is not None and rate.high > _LOOSEST * rate.low for rate in (paths.link, paths.wire)):
-        return Unknown(why="; ".join(paths.words), range=result.interval)
+        return UnknownBandwidth(why="; ".join(paths.sources), range=result.interval)
     return result
 
 
-def _expect_all_reduce(run: _Run) -> Expected:
-    paths, plain = run.paths, _expect_ring(run)
+def _expect_all_reduce(run: _Run) -> ExpectedBandwidth:
+    paths, ring = run.paths, _expect_ring(run)
     switch = paths.nvls is not False and run.per_group >= NVLS_LEAST_RANKS
     if paths.groups == 1 and not switch:
-        return plain
+        return ring
     if paths.groups == 1:
         slow, fast = (run.ranks * seconds for seconds in run.factors.nvls_rank_seconds)
         other = _add_latency(run, [_bound_nvls(run)], "NVLS", (slow, fast))
     else:
         other = _expect_tree(run, switch=switch)
     # Two nodes with NVLS: all published Hopper results use the NVLS tree; none is known for Blackwell.
-    alone = paths.groups == 1 and plain.interval.mid < _CLOSE * other.interval.mid
+    alone = paths.groups == 1 and ring.interval.mid < _CLOSE * other.interval.mid
     sure = alone or (paths.groups == 2 and switch and (paths.capability or (0, 0)) < (10, 0))
     if sure and (not switch or paths.nvls):
         return other
     # NCCL selects an algorithm with its own cost model, whose result is unknown here. Only one fact is certain: latency
     # slows down a ring of hundreds of ranks but not a tree, and the model knows this (src/graph/tuning.cc).
-    options = [plain, other]
+    options = [ring, other]
     if paths.groups > 1 and switch and not paths.nvls:
         options.append(_expect_tree(run, switch=False))
     unhurried = _expect_ring(_Run(paths, run.op, _ENDLESS, run.ranks, run.factors))
-    if paths.groups > 1 and plain.interval.mid < min(_WAITS * unhurried.interval.mid, other.interval.mid):
+    if paths.groups > 1 and ring.interval.mid < min(_WAITS * unhurried.interval.mid, other.interval.mid):
         del options[0]
     usual = [each.interval.mid for each in options]
-    return Expected(
+    return ExpectedBandwidth(
         interval=Interval(
             low=min(each.interval.low for each in options),
             mid=max(usual) if sure else usual[0],
@@ -217,16 +217,16 @@ def _expect_all_reduce(run: _Run) -> Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class _RateBound:
+class _Bound:
     """The rate limit of one part of the path, without latency."""
 
     rate: Interval
-    words: str
+    text: str  # how it follows from the link's rate
 
 
-def _bound_by_part(name: str, rate: Interval, lowest: float, usual: float, highest: float) -> _RateBound:
+def _bound_by_part(name: str, rate: Interval, lowest: float, usual: float, highest: float) -> _Bound:
     """Multiply a link rate by the fractions that healthy machines were measured to reach."""
-    return _RateBound(
+    return _Bound(
         Interval(low=rate.low * lowest, mid=rate.mid * usual, high=rate.high * highest),
         f"{name}: {_format_rate(rate)} x {lowest:.2f} to {highest:.2f}, usually {usual:.2f}",
     )
@@ -236,7 +236,7 @@ def _format_rate(rate: Interval) -> str:
     return f"{rate.low / GIGA:.4g}" + (f" to {rate.high / GIGA:.4g}" if rate.high > rate.low else "") + " GB/s"
 
 
-def _expect_ring(run: _Run) -> Expected:
+def _expect_ring(run: _Run) -> ExpectedBandwidth:
     bounds = []
     if run.per_group > 1 and run.paths.link:
         bounds.append(_bound_inside(run, run.paths.link))
@@ -247,86 +247,87 @@ def _expect_ring(run: _Run) -> Expected:
     return _add_latency(run, bounds, "ring", (start[0] + steps * slow, start[1] + steps * usual))
 
 
-def _bound_inside(run: _Run, link: Interval) -> _RateBound:
+def _bound_inside(run: _Run, link: Interval) -> _Bound:
     factors, inside = run.factors, run.paths.inside
     if inside in ("NVSwitch", "NVLink"):
         generation = factors.generation(run.paths.capability)
-        e = factors.ring(run.op, run.ranks) * generation
+        usual = factors.ring(run.op, run.ranks) * generation
         lowest, highest = factors.ring_margin
         lowest = lowest if generation == 1.0 else min(lowest, factors.volta_least)
-        return _bound_by_part(inside, link, e * lowest, e, e * highest)
+        return _bound_by_part(inside, link, usual * lowest, usual, usual * highest)
     if inside in ("PCIe", "shared memory"):
         return _bound_by_part(inside, link, *(factors.pcie if inside == "PCIe" else factors.shared_memory))
     (lowest, slow, _), (_, fast, highest) = factors.shared_memory, factors.pcie  # unknown which of the two is used
     return _bound_by_part(str(inside), link, lowest, math.sqrt(slow * fast), highest)
 
 
-def _bound_between(run: _Run, wire: Interval) -> _RateBound:
+def _bound_between(run: _Run, wire: Interval) -> _Bound:
     if run.paths.between == "sockets":
         return _bound_sockets(wire, run.factors)
-    lowest, e, highest = run.factors.rdma_host if run.paths.between == "RDMA without GPUDirect" else run.factors.rdma
+    without_gdr = run.paths.between == "RDMA without GPUDirect"
+    lowest, usual, highest = run.factors.rdma_host if without_gdr else run.factors.rdma
     if run.op != "all_reduce":  # out of place, each rank also copies its own part
         lowest /= 1 + run.factors.own_copy / (run.ranks - 1)
-    return _bound_by_part(str(run.paths.between), wire, lowest, e, highest)
+    return _bound_by_part(str(run.paths.between), wire, lowest, usual, highest)
 
 
-def _bound_sockets(wire: Interval, factors: Factors) -> _RateBound:
+def _bound_sockets(wire: Interval, factors: Factors) -> _Bound:
     """Return the limit of TCP: a few streams saturate a slow network, but not a fast one."""
 
     def carried(line: float, share: float, streams: float) -> float:
         return 1 / (1 / (share * line) + 1 / streams)
 
     lowest, usual, highest = factors.sockets
-    return _RateBound(
+    return _Bound(
         Interval(low=carried(wire.low, *lowest), mid=carried(wire.mid, *usual), high=wire.high * highest),
         f"sockets: {_format_rate(wire)} of wire, streams carry {lowest[1] / GIGA:.2g} to {usual[1] / GIGA:.2g} GB/s",
     )
 
 
-def _bound_nvls(run: _Run) -> _RateBound:
+def _bound_nvls(run: _Run) -> _Bound:
     share = nvls_share(run.per_group)
-    three = run.factors.nvls_hopper
+    fractions = run.factors.nvls_hopper
     if (run.paths.capability or (0, 0)) >= (10, 0):
         large = run.size_bytes >= _LARGE_NVLS
-        three = run.factors.nvls_blackwell_large if large else run.factors.nvls_blackwell
-    lowest, usual, highest = (each * share for each in three)
-    return _bound_by_part("NVLS", run.paths.link or span(0.0), lowest, usual, highest)
+        fractions = run.factors.nvls_blackwell_large if large else run.factors.nvls_blackwell
+    lowest, usual, highest = (fraction * share for fraction in fractions)
+    return _bound_by_part("NVLS", run.paths.link or exact_rate(0.0), lowest, usual, highest)
 
 
-def _expect_tree(run: _Run, *, switch: bool) -> Expected:
+def _expect_tree(run: _Run, *, switch: bool) -> ExpectedBandwidth:
     """All-reduce by a tree over the groups: S crosses the network once per direction for two groups, twice for more."""
     paths, factors, bounds = run.paths, run.factors, []
-    link = paths.link or span(0.0)
+    link = paths.link or exact_rate(0.0)
     if switch:
         bound = _bound_nvls(run)
         low = min(bound.rate.low, link.low * factors.nvls_tree_least)
         bounds.append(replace(bound, rate=replace(bound.rate, low=low)))
     elif run.per_group > 1 and paths.link:
         bounds.append(_bound_inside(run, link))
-    wire = _bound_between(run, paths.wire or span(0.0))
+    wire = _bound_between(run, paths.wire or exact_rate(0.0))
     once = 2 * (run.ranks - 1) / run.ranks if paths.groups == 2 else 1.0
-    text = f"{wire.words}; a tree sends S over the wire, the formula counts {once:.2f} S"
-    bounds.append(_RateBound(wire.rate.scaled(once), text))
+    text = f"{wire.text}; a tree sends S over the wire, the formula counts {once:.2f} S"
+    bounds.append(_Bound(wire.rate.scaled(once), text))
     # up and down the tree over the groups, and along the ranks of one group
     depth, along = 2 * math.ceil(math.log2(paths.groups)), 2 * (run.per_group - 1)
-    slow, soon = (
+    slow, typical = (
         factors.start_seconds[index] + depth * factors.step_seconds_between[index] + along * factors.step_seconds[index]
         for index in (0, 1)
     )
-    return _add_latency(run, bounds, "NVLS tree" if switch else "tree", (slow, soon))
+    return _add_latency(run, bounds, "NVLS tree" if switch else "tree", (slow, typical))
 
 
-def _add_latency(run: _Run, bounds: list[_RateBound], algorithm: str, latency: tuple[float, float]) -> Expected:
+def _add_latency(run: _Run, bounds: list[_Bound], algorithm: str, latency: tuple[float, float]) -> ExpectedBandwidth:
     """Combine the lowest rate limit with the latency (slow, typical), in seconds, of the start and all steps."""
     moved = run.size_bytes * _PASSES[run.op] * (run.ranks - 1) / run.ranks
-    (slow, soon), rates = latency, [bound.rate for bound in bounds]
+    (slow, typical), rates = latency, [bound.rate for bound in bounds]
 
     def reached(rate: float, seconds: float) -> float:
         return moved / (moved / rate + seconds) if rate > 0 and moved else 0.0
 
     usual = min(rate.mid for rate in rates)
     low, high = reached(min(rate.low for rate in rates), slow), min(rate.high for rate in rates)
-    result = Expected(interval=Interval(low=low, mid=reached(usual, soon), high=high), algorithm=algorithm)
-    waits = f"latency {soon * 1e6:.0f} to {slow * 1e6:.0f} us of {moved / usual * 1e6:.0f} us"
-    derivation = (*run.paths.words, *(bound.words for bound in bounds), waits, f"by {algorithm}: {result.words()}")
+    result = ExpectedBandwidth(interval=Interval(low=low, mid=reached(usual, typical), high=high), algorithm=algorithm)
+    waits = f"latency {typical * 1e6:.0f} to {slow * 1e6:.0f} us of {moved / usual * 1e6:.0f} us"
+    derivation = (*run.paths.sources, *(bound.text for bound in bounds), waits, f"by {algorithm}: {result.describe()}")
     return replace(result, derivation=(*derivation, run.factors.source))

@@ -105,6 +105,9 @@ class NicNode:
     gdr_refused: str = ""  # as in GpuNode
 
 
+Device = GpuNode | NicNode
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
     """The path between two GPUs or NICs; stored once per pair, in matrix order."""
@@ -200,7 +203,7 @@ class NodeTopology:
     schema_version: int = 1
 
     @property
-    def devices(self) -> tuple[GpuNode | NicNode, ...]:
+    def devices(self) -> tuple[Device, ...]:
         """GPUs, then NICs, in matrix order."""
         return (*self.gpus, *self.nics)
 

@@ -21,6 +21,7 @@ from topology.graph import (
     INTEL_P2P_OVERHEAD,
     UNKNOWN,
     Cpu,
+    Device,
     GpuNode,
     NicNode,
     Pair,
@@ -272,14 +273,7 @@ def _get_maximum(device: PciDevice) -> tuple[float | None, int | None]:
 
 
 def pair_by_pcie(
-    a: GpuNode | NicNode,
-    b: GpuNode | NicNode,
-    label: str,
-    tree: PciTree,
-    cpu: Cpu | None,
-    *,
-    evidence: str,
-    peer_access: bool | None = None,
+    a: Device, b: Device, label: str, tree: PciTree, cpu: Cpu | None, *, evidence: str, peer_access: bool | None = None
 ) -> Pair:
     """Return the pair of two devices without NVLink, with NCCL's planned rate and the current rate of its links."""
     path = path_class(label, c2c=isinstance(a, GpuNode) and bool(a.c2c) and isinstance(b, NicNode))

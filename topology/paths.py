@@ -22,7 +22,7 @@ from contracts.tables import read_texts
 from hardware.gpus import find_gpu, link_named, most_links, refuses_peers
 from hardware.units import GIGA
 from topology.derive import find_reference
-from topology.expected import OPS, Expected, Paths, Unknown, between, expected, span
+from topology.expected import OPS, ExpectedBandwidth, Paths, exact_rate, expect_bandwidth, rate_between
 from topology.graph import (
     UNKNOWN,
     Expectation,
@@ -147,7 +147,7 @@ def _get_rate(pair: Pair) -> float:
 _RATE_800G = 90 * GIGA  # ports of 800 Gb/s have at least this rate
 
 
-def _is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
+def is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
     """Whether the GPUs are attached to the NIC's own PCIe 6 switch, so data does not use the NIC's link to the host.
 
     This is the case on boards of compute capability 10.3 with 800 Gb/s ConnectX-8. Their link to the host is PCIe 5 and
@@ -161,7 +161,7 @@ def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
     """Return the rate of a NIC for these GPUs: that of its ports, limited by its PCIe link. None if unknown."""
     if nic.active is False:
         return 0.0
-    if nic.rate_bytes_per_second is None or _is_behind_own_switch(nic, gpus):
+    if nic.rate_bytes_per_second is None or is_behind_own_switch(nic, gpus):
         return nic.rate_bytes_per_second
     link = nic.pcie_running_bytes_per_second or nic.pcie_bytes_per_second
     return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
@@ -193,47 +193,49 @@ def plan_rail(node: NodeTopology, rail: Rail) -> Plan:
 
 # The links of ranks
 
-Bar = Literal["with current links", "when healthy"]
+BarName = Literal["with current links", "when healthy"]
 CURRENT: Final = "with current links"
 HEALTHY: Final = "when healthy"
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
-Carried = tuple[str | None, Interval | None, tuple[str, ...]]  # (kind of link, bytes per second per direction, reasons)
-_KINDS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
+LinkRate = tuple[str | None, Interval | None, tuple[str, ...]]  # (kind of link, bytes/s per direction, sources)
+_NETWORKS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Due:
-    """Requirements for the host, given by its owner; None means no requirement."""
+class RequiredLinks:
+    """Links that the owner of the host requires with --expect; None means no requirement."""
 
     nvlinks: int | None = None  # between each pair of GPUs
     wire: float | None = None  # total of its RDMA devices, bytes per second
 
 
-def host_links(node: NodeTopology, places: Sequence[int], bar: Bar, due: Due | None = None) -> Paths:
+def host_links(node: NodeTopology, places: Sequence[int], bar: BarName, required: RequiredLinks | None = None) -> Paths:
     """Return the links between the GPUs of these local ranks, and to other hosts.
 
-    For HEALTHY, `due` takes precedence over the recognised machine.
+    For HEALTHY, `required` takes precedence over the recognised machine.
     """
-    due = due if due is not None and bar == HEALTHY else Due()
+    required = required if required is not None and bar == HEALTHY else RequiredLinks()
     usable = [gpu for gpu in node.gpus if gpu.usable]
     gpus = tuple(usable[place] for place in places if place < len(usable))
-    among: Carried = None, None, ()
+    in_host: LinkRate = None, None, ()
     if len(gpus) < len(places) > 1:
-        among = None, None, (_text("shared_gpu", ranks=len(places), gpus=len(gpus)),)
+        in_host = None, None, (_text("shared_gpu", ranks=len(places), gpus=len(gpus)),)
     elif len(places) > 1:
-        among = _find_inside(node, gpus, bar, due)
-    out = _find_network(node, gpus, bar)
-    if due.wire is not None:
-        out = "RDMA", span(due.wire), (f"as requested with --expect: RDMA devices of {gigabytes(due.wire)} together",)
+        in_host = _find_host_links(node, gpus, bar, required)
+    inside, link, link_sources = in_host
+    between, wire, wire_sources = _find_network(node, gpus, bar)
+    if required.wire is not None:
+        text = f"as requested with --expect: RDMA devices of {gigabytes(required.wire)} together"
+        between, wire, wire_sources = "RDMA", exact_rate(required.wire), (text,)
     domains = {gpu.nvlink_domain for gpu in gpus}
     return Paths(
-        inside=among[0],
-        link=among[1],
+        inside=inside,
+        link=link,
         capability=gpus[0].compute_capability if gpus else None,
-        between=out[0],
-        wire=out[1],
+        between=between,
+        wire=wire,
         domain=domains.pop() if len(domains) == 1 else None,
-        words=(*among[2], *out[2]),
+        sources=(*link_sources, *wire_sources),
     )
 
 
@@ -243,12 +245,12 @@ def join_hosts(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Path
     switch = weakest.inside == "NVSwitch" and (weakest.capability or (0, 0)) >= (9, 0)
     domains = {each.domain for each in hosts}
     one_domain = len(hosts) > 1 and None not in domains and len(domains) == 1
-    texts = tuple(dict.fromkeys(weakest.words))
-    paths = Paths(capability=weakest.capability, nvls=nvls if switch else False, words=texts)
+    texts = tuple(dict.fromkeys(weakest.sources))
+    paths = Paths(capability=weakest.capability, nvls=nvls if switch else False, sources=texts)
     if ranks > len(hosts) or one_domain:
         paths = replace(paths, inside=weakest.inside, link=weakest.link)
     if one_domain:
-        return replace(paths, words=(*texts, f"one NVLink domain holds all {len(hosts)} hosts"))
+        return replace(paths, sources=(*texts, f"one NVLink domain holds all {len(hosts)} hosts"))
     if len(hosts) == 1:
         return paths
     paths = replace(paths, groups=len(hosts))
@@ -257,7 +259,7 @@ def join_hosts(hosts: Sequence[Paths], ranks: int, *, nvls: bool | None) -> Path
     slowest = min(hosts, key=lambda each: each.wire.low if each.wire else 0.0)
     kinds = {each.between for each in hosts}
     between = next(kind for kind in ("sockets", "RDMA without GPUDirect", "RDMA") if kind in kinds)
-    return replace(paths, between=between, wire=slowest.wire, words=tuple(dict.fromkeys((*texts, *slowest.words))))
+    return replace(paths, between=between, wire=slowest.wire, sources=tuple(dict.fromkeys((*texts, *slowest.sources))))
 
 
 _LARGE_BYTES = 1 << 30  # per rank; large enough to neglect latency
@@ -272,20 +274,18 @@ def with_expectations(node: NodeTopology) -> NodeTopology:
     makers = {gpu.maker for each in node.gpus if (gpu := find_gpu(each.model))}
     if node.expectations or node.lacking or makers - {"NVIDIA"}:
         return node
-    return replace(node, expectations=_expect_node(node))
+    return replace(node, expectations=tuple(_list_expectations(node)))
 
 
-def _expect_node(node: NodeTopology) -> tuple[Expectation, ...]:
+def _list_expectations(node: NodeTopology) -> Iterator[Expectation]:
     usable = tuple(gpu.name for gpu in node.gpus if gpu.usable)
-    made: list[Expectation] = []
     for island in node.islands:
         paths = _join_gpus(node, usable, island.gpus) if set(island.gpus) <= set(usable) else None
-        made += _make_expectations("island", _plan_island(node, island), island.gpus, node, paths, len(island.gpus))
+        yield from _make_expectations("island", _plan_island(node, island), island.gpus, node, paths)
     if len(usable) > 1:
-        made += _make_expectations("node", plan_node(node), usable, node, _join_gpus(node, usable, usable), len(usable))
+        yield from _make_expectations("node", plan_node(node), usable, node, _join_gpus(node, usable, usable))
     for rail in node.rails:
-        made += _make_expectations("rail", plan_rail(node, rail), (*rail.nics, *rail.gpus), node)
-    return tuple(made)
+        yield from _make_expectations("rail", plan_rail(node, rail), (*rail.nics, *rail.gpus), node, None)
 
 
 def _join_gpus(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, ...]) -> Paths:
@@ -294,17 +294,17 @@ def _join_gpus(node: NodeTopology, usable: tuple[str, ...], members: tuple[str, 
 
 
 def _make_expectations(
-    scope: str, plan: Plan, members: tuple[str, ...], node: NodeTopology, paths: Paths | None = None, ranks: int = 0
+    scope: str, plan: Plan, members: tuple[str, ...], node: NodeTopology, paths: Paths | None
 ) -> Iterator[Expectation]:
-    """Yield NCCL's plan for each operation, and the expected bandwidth of healthy machines on these paths."""
-    value, steps = plan
+    """Yield NCCL's plan for each operation, and the bandwidth expected of healthy members on these paths, if known."""
+    (value, steps), ranks = plan, len(members)
     nvls = any((gpu.compute_capability or (0, 0)) >= (9, 0) and gpu.count_nvlinks("nvswitch") for gpu in node.gpus)
     for op in OPS:
         notes = [_text("small_sizes")] if value is not None else []
         if op == "all_reduce" and notes:
             notes += [_text("nvls")] * (nvls and scope in ("island", "node")) + [_text("two_nodes")] * (scope == "rail")
-        result = expected(paths, op, _LARGE_BYTES * ranks, ranks) if paths else Unknown(why="")
-        interval = result.interval if isinstance(result, Expected) else result.range
+        result = expect_bandwidth(paths, op, _LARGE_BYTES * ranks, ranks) if paths else None
+        interval = result.interval if isinstance(result, ExpectedBandwidth) else result and result.range
         yield Expectation(
             scope=scope,
             op=op,
@@ -312,31 +312,32 @@ def _make_expectations(
             derivation=(*steps, *notes),
             members=members,
             least_bytes_per_second=interval.low if interval else None,
-            usual_bytes_per_second=interval.mid if interval and isinstance(result, Expected) else None,
+            usual_bytes_per_second=interval.mid if interval and isinstance(result, ExpectedBandwidth) else None,
             most_bytes_per_second=interval.high if interval else None,
         )
 
 
-def _find_inside(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar, due: Due) -> Carried:
+def _find_host_links(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: BarName, required: RequiredLinks) -> LinkRate:
     row = find_reference(node) if bar == HEALTHY else None
     names = tuple(gpu.name for gpu in gpus)
-    links, of, source = due.nvlinks, len(node.gpus), "as requested with --expect:"
+    links, gpu_count, source = required.nvlinks, len(node.gpus), "as requested with --expect:"
     if links is None and row is not None and row.links_per_pair and row.all_to_all:
-        links, of, source = max(row.links_per_pair), row.gpus, f"{row.called} has"
+        links, gpu_count, source = max(row.links_per_pair), row.gpus, f"{row.called} has"
     if links is not None:
-        switched = links * (of - 1) > most_links()
+        switched = links * (gpu_count - 1) > most_links()
         count = links if switched else links * (len(names) - 1)
-        return _nvlink(gpus, count, switched=switched, text=f"{source} NV{links} on every pair")
+        return _describe_nvlink(gpus, count, switched=switched, text=f"{source} NV{links} on every pair")
     if not node.nvlink_known:
         return None, None, ("the source contains no data about NVLink",)
     pairs = Pairs(node.pairs)
     if _has_nvlink_ring(names, pairs):
         island = Island(gpus=names, all_to_all=True, nvlinks_per_pair=())
         counts = [_count_links_into(gpu, island, pairs) for gpu in gpus]
-        pick = max(counts) if bar == HEALTHY else min(counts)
-        switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in pick[1]
+        count, how = max(counts) if bar == HEALTHY else min(counts)
+        switched = any(gpu.count_nvlinks("nvswitch") for gpu in gpus) or "switch" in how
         which = "most" if bar == HEALTHY else "fewest"
-        return _nvlink(gpus, pick[0], switched=switched, text=f"{pick[0]} NVLinks of a GPU into the ring, the {which}")
+        text = f"{count} NVLinks of a GPU into the ring, the {which}"
+        return _describe_nvlink(gpus, count, switched=switched, text=text)
     return _describe_pcie(node, gpus, pairs, bar)
 
 
@@ -352,18 +353,18 @@ def _guess_nvlink_rates(count: int) -> tuple[float, float]:
     return low, high
 
 
-def _nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, text: str) -> Carried:
+def _describe_nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, text: str) -> LinkRate:
     capability = gpus[0].compute_capability
     value = nvlink_bytes_per_second(capability)
     kind = "NVSwitch" if switched else "NVLink"
     if value is not None:
-        return kind, span(count * value), (text, f"one NVLink carries {gigabytes(value)} in NCCL's plan")
+        return kind, exact_rate(count * value), (text, f"one NVLink carries {gigabytes(value)} in NCCL's plan")
     low, high = _guess_nvlink_rates(count)
     assumption = f"the GPU's generation is not known: one NVLink carries {low / GIGA:g} to {high / GIGA:g} GB/s"
-    return kind, between(count * low, count * high), (text, assumption)
+    return kind, rate_between(count * low, count * high), (text, assumption)
 
 
-def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], pairs: Pairs, bar: Bar) -> Carried:
+def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], pairs: Pairs, bar: BarName) -> LinkRate:
     running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
     slots = [gpu.pcie_bytes_per_second for gpu in gpus]
     rates = [rate for rate in (slots if bar == HEALTHY else running) if rate is not None]
@@ -371,11 +372,11 @@ def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], pairs: Pairs, 
     labels = sorted({pair.label if pair else UNKNOWN for pair in peers})
     texts = [f"no ring of NVLinks joins these GPUs: {', '.join(labels)}"]
     if len(rates) == len(gpus):
-        link = span(min(rates))
+        link = exact_rate(min(rates))
         texts.append(f"the slowest PCIe link carries {min(rates) / GIGA:.3g} GB/s in NCCL's plan")
     else:
         oldest, newest = pcie_generations(gpus[0].compute_capability)
-        link = between(_X16[oldest], _X16[newest])
+        link = rate_between(_X16[oldest], _X16[newest])
         texts.append(f"the speed of their PCIe links is not known: 16 lanes of generation {oldest} to {newest}")
     refused = any(pair is not None and pair.peer_access is False for pair in peers)
     if refused or any(refuses_peers(gpu.model or "") for gpu in gpus):
@@ -393,42 +394,42 @@ def pcie_generations(capability: tuple[int, int] | None) -> tuple[int, int]:
     return max(3, newest - 1), newest
 
 
-def _find_network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: Bar) -> Carried:
+def _find_network(node: NodeTopology, gpus: tuple[GpuNode, ...], bar: BarName) -> LinkRate:
     """Return the NICs nearest to these GPUs, or all NICs of the kind if distances are unknown."""
-    for name, kinds in _KINDS:
+    for name, kinds in _NETWORKS:
         offered = [nic for nic in node.nics if nic.kind in kinds]
         if bar == CURRENT:
             offered = [nic for nic in offered if nic.active is not False]
         if offered:
-            return _wire(node, gpus, offered, bar, name)
+            return _sum_nics(node, gpus, offered, bar, name)
         row = find_reference(node) if bar == HEALTHY else None
         if name == "RDMA" and row is not None and row.gpu_nic:
             return None, None, (f"{row.called} has RDMA NICs, and none shows here: their rate is not known",)
     return None, None, ()
 
 
-def _wire(node: NodeTopology, gpus: tuple[GpuNode, ...], offered: list[NicNode], bar: Bar, name: str) -> Carried:
+def _sum_nics(node: NodeTopology, gpus: tuple[GpuNode, ...], nics: list[NicNode], bar: BarName, name: str) -> LinkRate:
     names = {gpu.name for gpu in gpus}
     nearest = [each for each in node.nearest_nic if each.decidable and each.gpu in names]
     # no GPU is nearest to a NIC that is down, although one should be; `why` marks a GPU that uses another NIC instead
     near = {nic for each in nearest if bar == CURRENT or not each.why for nic in each.nics}
-    used = [nic for nic in offered if nic.name in near or nic.active is False] if near else offered
-    rates = [usable_rate(nic, gpus) if bar == CURRENT else _find_best_rate(nic, offered, gpus) for nic in used]
+    used = [nic for nic in nics if nic.name in near or nic.active is False] if near else nics
+    rates = [usable_rate(nic, gpus) if bar == CURRENT else _find_best_rate(nic, nics, gpus) for nic in used]
     known_rates = [rate for rate in rates if rate is not None]
     if not known_rates or len(known_rates) < len(rates):
-        return None, None, (f"the rate of the {offered[0].kind} devices is not known",)
+        return None, None, (f"the rate of the {nics[0].kind} devices is not known",)
     text = f"{len(used)} {used[0].kind} devices carry {gigabytes(sum(known_rates))} together"
     if name == "sockets":
-        return name, between(min(known_rates), sum(known_rates)), (f"{text}; NCCL chooses which of them it takes",)
+        return name, rate_between(min(known_rates), sum(known_rates)), (f"{text}; NCCL chooses which of them it takes",)
     # one GPU with a far NIC sends through another GPU; if most NICs are far, the board was designed so
     far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
-    return (f"{name} without GPUDirect" if far else name), span(sum(known_rates)), (text,)
+    return (f"{name} without GPUDirect" if far else name), exact_rate(sum(known_rates)), (text,)
 
 
 def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
     """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
     reached = [
-        rate if _is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
+        rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
         for other in equals
         if other.kind == nic.kind and (rate := other.rate_bytes_per_second)
     ]

@@ -12,11 +12,12 @@ from typing import Any
 
 from contracts.tables import read_table
 from topology.check import describe_departures
-from topology.graph import SELF, UNKNOWN, GpuNode, NearestNic, NicNode, NodeTopology, Pairs
+from topology.graph import SELF, UNKNOWN, Device, NearestNic, NicNode, NodeTopology, Pairs
 from topology.paths import with_expectations
 
 Json = dict[str, Any]
 _LABELS = read_table(__file__, "labels.toml")
+_AFFINITY = (("CPU Affinity", "cpu_affinity"), ("NUMA Affinity", "numa_affinity"), ("GPU NUMA ID", "gpu_numa_id"))
 _LEGEND = tuple((name, row["meaning"]) for name, row in reversed(_LABELS.items()) if "meaning" in row)
 """nvidia-smi's legend, printed below the matrix so that other tools accept it."""
 
@@ -35,7 +36,7 @@ def label_columns(node: NodeTopology) -> dict[str, str]:
 def render_matrix(node: NodeTopology) -> str:
     """Format the matrix with its legends; ends with a newline."""
     labels, pairs = label_columns(node), Pairs(node.pairs)
-    affinity = _list_affinity_columns(node)
+    affinity = tuple(column for column in _AFFINITY if any(getattr(gpu, column[1]) is not None for gpu in node.gpus))
     lines = ["\t" + "\t".join((*labels.values(), *(title for title, _ in affinity)))]
     for device in node.devices:
         cells = [f" {SELF} " if other == device.name else pairs.label(device.name, other) for other in labels]
@@ -55,12 +56,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _list_affinity_columns(node: NodeTopology) -> tuple[tuple[str, str], ...]:
-    titles = (("CPU Affinity", "cpu_affinity"), ("NUMA Affinity", "numa_affinity"), ("GPU NUMA ID", "gpu_numa_id"))
-    return tuple((title, name) for title, name in titles if any(getattr(gpu, name) is not None for gpu in node.gpus))
-
-
-def _format_affinity(device: GpuNode | NicNode, affinity: tuple[tuple[str, str], ...]) -> str:
+def _format_affinity(device: Device, affinity: tuple[tuple[str, str], ...]) -> str:
     """Return the cells after the last device. nvidia-smi has two tabs before the GPU NUMA ID, and none for NICs."""
     titles = () if isinstance(device, NicNode) else affinity
     tabs = {title: "\t\t" if title == "GPU NUMA ID" and len(affinity) > 1 else "\t" for title, _ in titles}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hardware.units import bits, rate
-from topology.graph import COLOURS, GpuNode, Island, NicNode, NodeTopology, Pairs, level, rank
+from topology.graph import COLOURS, Device, GpuNode, Island, NicNode, NodeTopology, Pairs, level, rank
 from topology.render import label_columns, printable
 
 if TYPE_CHECKING:
@@ -29,13 +29,14 @@ Status = Callable[[Iterable[str | None]], str]
 
 
 CELL, GAP = 100, 20  # width of a device's column, and space between columns; svg.j2 has the heights
+_MAX_LETTERS = 14  # of a name in a box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Box:
     """The box of a GPU or NIC."""
 
-    part: GpuNode | NicNode
+    part: Device
     label: str
     line: str  # below the label
     about: str
@@ -84,7 +85,7 @@ def picture(node: NodeTopology, *, status: Status | None = None, suffix: str = "
     return _draw(node, devices, summary(node) + suffix) if devices else ""
 
 
-def _draw(node: NodeTopology, devices: Sequence[Device], about: str, *, alone: bool = False) -> str:
+def _draw(node: NodeTopology, devices: Sequence[Box], about: str, *, alone: bool = False) -> str:
     blocks = _group_blocks(node, devices)
     frames: list[Drawn] = []
     spots: dict[str, float] = {}
@@ -115,20 +116,20 @@ def summary(node: NodeTopology) -> str:
     return "; ".join(parts) + "."
 
 
-def _list_devices(node: NodeTopology, status: Status | None = None) -> list[Device]:
-    labels, made, worst = label_columns(node), [], status or (lambda _: "")
+def _list_devices(node: NodeTopology, status: Status | None = None) -> list[Box]:
+    labels, boxes, worst = label_columns(node), [], status or (lambda _: "")
     for gpu in node.gpus:
         model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
         wrong = "fail" if not gpu.usable else worst((gpu.name, gpu.bus_id, gpu.uuid))
         about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
-        made.append(Device(part=gpu, label=gpu.name, line=_cut(model), about=about, numa=gpu.numa_node, status=wrong))
+        boxes.append(Box(part=gpu, label=gpu.name, line=_cut(model), about=about, numa=gpu.numa_node, status=wrong))
     for nic in node.nics:
         wrong = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
         speed = "down" if nic.active is False else bits(nic.rate_bytes_per_second)
         about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {speed}"
         line, numa = _describe_nic(nic, speed), _guess_numa(nic, node)
-        made.append(Device(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=wrong))
-    return made
+        boxes.append(Box(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=wrong))
+    return boxes
 
 
 def _describe_nic(nic: NicNode, speed: str) -> str:
@@ -143,10 +144,10 @@ def _guess_numa(nic: NicNode, node: NodeTopology) -> int | None:
     return nic.numa_node if nic.numa_node is not None else next(near, None)
 
 
-def _group_blocks(node: NodeTopology, devices: Sequence[Device]) -> list[list[Device]]:
+def _group_blocks(node: NodeTopology, devices: Sequence[Box]) -> list[list[Box]]:
     """Group devices that share a PCIe switch, in matrix order; other devices are alone."""
     pairs = Pairs(node.pairs)
-    blocks: list[list[Device]] = []
+    blocks: list[list[Box]] = []
     for device in devices:
         labels = [{pairs.label(device.name, other.name) for other in block} for block in blocks]
         near = [block for block, levels in zip(blocks, labels, strict=True) if levels & {"PIX", "PXB"}]
@@ -154,21 +155,21 @@ def _group_blocks(node: NodeTopology, devices: Sequence[Device]) -> list[list[De
     return sorted(blocks, key=lambda block: devices.index(block[0]))
 
 
-def _get_numa(block: Sequence[Device]) -> int | None:
+def _get_numa(block: Sequence[Box]) -> int | None:
     return next((device.numa for device in block if device.numa is not None), None)
 
 
-def _split_rows(block: Sequence[Device]) -> tuple[list[Device], list[Device]]:
+def _split_rows(block: Sequence[Box]) -> tuple[list[Box], list[Box]]:
     gpus = sorted((d for d in block if d.kind == "gpu"), key=lambda d: (len(d.name), d.name))  # GPU2 before GPU10
     return [d for d in block if d.kind != "gpu"], gpus
 
 
-def _measure_block(block: Sequence[Device]) -> float:
+def _measure_block(block: Sequence[Box]) -> float:
     nics, gpus = _split_rows(block)
     return max(len(nics), len(gpus), 1) * CELL
 
 
-def _place_block(node: NodeTopology, block: Sequence[Device], left: float, spots: dict[str, float]) -> Drawn:
+def _place_block(node: NodeTopology, block: Sequence[Box], left: float, spots: dict[str, float]) -> Drawn:
     """Place the devices of one column; single devices are attached to the CPU's PCIe directly."""
     matrix, wide, shared = Pairs(node.pairs), _measure_block(block), len(block) > 1
     nics, gpus = _split_rows(block)
@@ -191,11 +192,11 @@ def _place_links(node: NodeTopology, spots: Mapping[str, float]) -> list[Drawn]:
     In a bar, a GPU with fewer links than the others shows its count.
     """
     placed: list[Drawn] = []
-    known, y = Pairs(node.pairs), 0.0
+    matrix, y = Pairs(node.pairs), 0.0
     for island in node.islands:
         end, stubs, arcs = y, [], []
         if island.all_to_all and len(island.gpus) > 2:
-            counts = {a: max(known.nvlinks(a, b) for b in island.gpus if b != a) for a in island.gpus}
+            counts = {a: max(matrix.nvlinks(a, b) for b in island.gpus if b != a) for a in island.gpus}
             highest = max(counts.values())
             stubs = [(spots[name], f"! NV{count}" if count < highest else "") for name, count in counts.items()]
         else:
@@ -225,6 +226,6 @@ def _classify(label: str) -> str:
     return word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
-def _cut(text: str, limit: int = 14) -> str:
+def _cut(text: str) -> str:
     """Truncate a name to fit its box; the box's title has the full name."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _MAX_LETTERS else text[: _MAX_LETTERS - 1] + "…"

@@ -1,4 +1,4 @@
-"""Format bytes, rates and seconds for people: decimal units for rates, binary units for memory."""
+"""Format bytes, rates, times and counts for people, and parse sizes. Rates have decimal units, memory binary ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SIZES: dict[str, int] = {"B": 1} | {
 }  # fmt: skip
 """Units of bytes by their spelling: Ki and KiB are 1024, K and KB are 1000 (IEC 80000-13; Kubernetes quantities)."""
 _SIZES_BY_LOWER = {unit.lower(): scale for unit, scale in SIZES.items()}
-_COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
+_COUNTED = {"fail": ("failed",) * 2, "warn": ("warning",), "unknown": ("unknown",) * 2, "pass": ("passed",) * 2}
+"""Words for the results of a gate, worst first; with a plural if it has no "s"."""
 
 
 def count(number: int, singular: str, plural: str = "") -> str:
@@ -31,10 +32,8 @@ def count(number: int, singular: str, plural: str = "") -> str:
 
 def tally(counts: Mapping[str, int]) -> str:
     """Format the counts of a gate, worst first, without zeros: "1 failed, 2 warnings, 121 passed"."""
-    counted = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
-    return ", ".join(
-        count(number, word, "warnings" if word == "warning" else word) for number, word in counted if number
-    )
+    counted = [(number, words) for status, words in _COUNTED.items() if (number := counts.get(status, 0))]
+    return ", ".join(count(number, *words) for number, words in counted)
 
 
 def rest(word: str, counts: Mapping[str, int]) -> str:

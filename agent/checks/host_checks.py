@@ -2,8 +2,8 @@
 
 Coverage: if a device on the host's PCI bus was not measured, the verdict is "unknown"; no option changes this. A GPU on
 the bus makes every gpu.* check required, an HCA every rdma.* check. Devices that are not on the bus may be absent. The
-probes that apply to every host must succeed, and without the PCI bus nothing is known. docs/reference/exit-codes.md
-states the rule.
+probes that apply to every host must succeed, a driver of GPUs must answer, and without the PCI bus nothing is known.
+docs/reference/exit-codes.md states the rule.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Fin
     pci = snapshot.facts(PciFacts)
     unread = {"gpu": explain_unread_gpus(snapshot), "rdma": explain_unread_hcas(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
-    required = {*(failed & set(ALWAYS_THERE)), *_find_families(snapshot, pci)}
+    required = {*(failed & {*ALWAYS_THERE, "gpu"}), *_find_families(snapshot, pci)}  # without NVML the probe is absent
     # A device plugin may have given a missing file to another pod, but not on a host. A container without any such file
     # (unless it is the agent's) has no RDMA for its job.
     rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
@@ -76,8 +76,8 @@ def explain_unread_gpus(snapshot: Snapshot) -> str:
     if facts is None and on_bus:
         return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
     if facts is None:
-        devices = _number(foreign, "accelerator")
-        return f"{devices} of another vendor on the PCI bus: this release reads NVIDIA's only" if foreign else ""
+        maker = {0x1002: "AMD", 0x1DA3: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other") if foreign else ""
+        return f"{_number(foreign, f'{maker} accelerator')} on the PCI bus: only NVIDIA's are read" * bool(foreign)
     if any(gpu.error is None for gpu in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
         return ""
     if facts.driver_error:

@@ -68,7 +68,7 @@ def diff(files: tuple[Path, ...], fleet: Path | None, form: str) -> None:
     if fleet is not None:
         if files:
             raise click.UsageError("--fleet takes a folder and no further files")
-        view = differ.fleet(read_snapshots((fleet,), ALL))
+        view = differ.compare_fleet([((host.hostname,), host) for host in read_snapshots((fleet,), ALL)])
         emit(view, form, lambda out: out.print(differ.format_fleet(view), markup=False))
         return
     if len(files) != 2:

@@ -1,4 +1,4 @@
-"""The verb preflight."""
+"""The verb preflight: run the stages of agent.jobs.preflight, and print or write the report in each format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def preflight(
     if folder is None and options["train"]:
         folder = Path("reports")
         require_writable("--report", folder, folder=True)
-    if options["nodes"] or options["selector"]:
+    if options["nodes"] is not None or options["selector"] is not None:
         report = judge_nodes(options)
     else:
         report = run({**options, "output": folder}, Progress(quiet=quiet))

@@ -42,7 +42,6 @@ CONNECTIONS = 4  # kept open for reuse; the number of threads that send at the s
 TRIES = 5
 TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
-BRIEF_SECONDS = 2.5
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, in the form that the API server writes
 AGAIN = (429, 500, 502, 503, 504)  # status while the API server is busy, starting or behind a load balancer
 
@@ -179,7 +178,7 @@ class Client:
 
     def brief(self) -> Client:
         """Return a client for interactive calls: two attempts within 11 s (2.5 s to connect, 5 s to answer)."""
-        return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
+        return self.limited(tries=2, timeout_seconds=2.5)
 
     def token(self) -> str:
         """Return the bearer token of the next request; empty without one. Raises ApiError."""
@@ -250,7 +249,7 @@ class Client:
         if len(raw) > BODY_LIMIT_BYTES:
             raise ApiError(answer.status, f"{path}: the answer is larger than {BODY_LIMIT_BYTES} bytes")
         if not 200 <= answer.status < 300:
-            raise _make_error(answer.status, raw, answer.headers)
+            raise _make_error(path, answer.status, raw, answer.headers)
         if (value := json_object(raw)) is None:
             raise ApiError(answer.status, f"{path}: the response is not a JSON object")
         for header in answer.headers.getlist("Warning"):
@@ -292,10 +291,11 @@ def json_object(raw: bytes | str) -> Json | None:
     return value if isinstance(value, dict) else None
 
 
-def _make_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
+def _make_error(path: str, status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
     """Create an error from a Status document, or from the response of a proxy."""
-    body = json_object(raw)
-    text = f"HTTP {status}: {raw[:200].decode(errors='replace')}" if body is None else body.get("message")
-    message = str(text or f"HTTP {status}")
+    body = json_object(raw) or {"message": raw[:200].decode(errors="replace").strip()}
+    unserved = status == 404 and not (body.get("details") or {}).get("name")
+    hint = f"; this cluster may lack the definition of {path}" if unserved else ""
     after = headers.get("Retry-After", "")
-    return ApiError(status, message, retry_after=float(after) if after.isdecimal() else None)
+    return ApiError(status, f"the API server says {status}: {body.get('message')}{hint}",
+                    retry_after=float(after) if after.isdecimal() else None)  # fmt: skip

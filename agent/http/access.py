@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agent.cluster.client import ApiError, Client, make_path
+from agent.cluster.client import ApiError, Client, get_reason, make_path
 from agent.http.worker import ProblemError
 from contracts import bounded
 from contracts.redaction import without_secrets
@@ -149,8 +149,7 @@ class TokenChecker:
             access = {**who, "nonResourceAttributes": {"path": path, "verb": verb}}
             allowed = status_of("authorization.k8s.io", "SubjectAccessReview", access).get("allowed") is True
         except ApiError as error:
-            reason = f"HTTP {error.status}" if error.status else "it cannot be reached"
-            raise ProblemError(503, f"the API server could not check the token: {reason}",
+            raise ProblemError(503, f"the API server did not review the token ({get_reason(error.status)})",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         if not allowed:
             return ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
@@ -176,7 +175,7 @@ class TokenMiddleware:
             try:
                 request.state.user = await self._tokens.authorize(request, path=scope["path"], verb=verb)
             except ProblemError as error:
-                refusal = make_problem(request, error.status, error.detail, error.headers, **error.more)
+                refusal = make_problem(request, error.status, error.detail, error.headers, **error.members)
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""The agent's pages: the sections of the report, and a small optional script."""
+"""The agent's pages: one node, the cluster, a published node and what-if, from the sections of agent.pages."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _compare_families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -
             alike.setdefault(record.facts or "", (record, []))[1].append(record.name)
     if not alike:
         return ()
-    result = diff.fleet([fleet.snapshot(one) for one, _ in alike.values()], [names for _, names in alike.values()])
+    result = diff.compare_fleet([(names, fleet.snapshot(record)) for record, names in alike.values()])
     return result.families
 
 

@@ -42,9 +42,9 @@ from probes.registry import ALL
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
-from topology.expected import Expected, Paths, expected as bandwidth
+from topology.expected import ExpectedBandwidth, Paths, expect_bandwidth
 from topology.graph import NicNode
-from topology.paths import CURRENT, HEALTHY, Bar as BarName, Due, host_links, join_hosts
+from topology.paths import CURRENT, HEALTHY, BarName, RequiredLinks, host_links, join_hosts
 
 
 @contextlib.contextmanager
@@ -100,22 +100,22 @@ CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; m
 
 
 def build_preflight_spec(
-    found: Sequence[Snapshot], ranks: int, budget_seconds: float | None = None, *, force: bool = False, hosts: int = 1,
-    quick: bool = False, backend: str | None = None, due: Due | None = None,
+    snapshots: Sequence[Snapshot], ranks: int, budget_seconds: float | None = None, *, force: bool = False,
+    hosts: int = 1, quick: bool = False, backend: str | None = None, required: RequiredLinks | None = None,
 ) -> BenchSpec:  # fmt: skip
-    """A short sweep, then what can be judged: each op with 64 MiB and more of every rank. `quick` leaves the sweep out.
+    """Return a benchmark of a short sweep and of the size that is judged, 64 MiB or more of every rank.
 
-    Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
+    `quick` omits the sweep. Without a bar (no GPU, gloo) there is only the sweep, because no other size is judged.
     """
-    expect = make_expect(found) if (backend or detect_backend()) == "nccl" else None
+    expect = make_expect(snapshots) if (backend or detect_backend()) == "nccl" else None
     large = (measured.choose_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
     return BenchSpec(
         ops=JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, force=force, expect=expect,
         budget_seconds=budget_seconds or (QUICK_SECONDS if quick else BENCH_SECONDS),
-        gpu_pids=list_gpu_processes(found), links=describe_links(found, ranks, due),
-        host_name=found[0].hostname if found and hosts == 1 else None,
+        gpu_pids=list_gpu_processes(snapshots), links=describe_links(snapshots, ranks, required),
+        host_name=snapshots[0].hostname if snapshots and hosts == 1 else None,
     )  # fmt: skip
 
 
@@ -170,14 +170,14 @@ def calibrate_host(
 _NVLS_SINCE = (2, 17)
 
 
-def describe_links(snapshots: Sequence[Snapshot], ranks: int, due: Due | None = None) -> dict[str, Any]:
+def describe_links(snapshots: Sequence[Snapshot], ranks: int, required: RequiredLinks | None = None) -> dict[str, Any]:
     """Return this host's links as plain values for the ranks of other hosts; empty without a GPU."""
     if not snapshots:
         return {}
     node = build(snapshots[0])
     if not node.gpus:
         return {}
-    links = {name: host_links(node, range(ranks), name, due) for name in BARS}
+    links = {name: host_links(node, range(ranks), name, required) for name in BARS}
     return {name: asdict(each) for name, each in links.items()} | {"nvlink_domain": links[CURRENT].domain}
 
 
@@ -202,11 +202,11 @@ def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[s
     if any(each is None for each in hosts):
         return Bar(name=name, why=("the links of a host are not known: its ranks did not report them",))
     paths = join_hosts([each for each in hosts if each is not None], len(hello), nvls=nvls)
-    expected = bandwidth(paths, op, size_bytes, len(hello))
-    if not isinstance(expected, Expected):
-        return Bar(name=name, why=tuple(dict.fromkeys((expected.words(), *paths.words))))
-    ring = bandwidth(paths, op, size_bytes, len(hello), ring=True) if expected.algorithm == "NVLS" else None
-    other = ring.interval.high if isinstance(ring, Expected) else None
+    expected = expect_bandwidth(paths, op, size_bytes, len(hello))
+    if not isinstance(expected, ExpectedBandwidth):
+        return Bar(name=name, why=tuple(dict.fromkeys((expected.describe(), *paths.sources))))
+    ring = expect_bandwidth(paths, op, size_bytes, len(hello), ring=True) if expected.algorithm == "NVLS" else None
+    other = ring.interval.high if isinstance(ring, ExpectedBandwidth) else None
     return Bar(
         name=name, low=expected.interval.low, typical=expected.interval.mid, high=expected.interval.high,
         ring_high=other, algorithm=expected.algorithm, why=(*notes, *expected.derivation),
@@ -339,9 +339,9 @@ def _make_port_bars(
         return (Bar(name=HEALTHY, why=reasons), Bar(name=CURRENT, why=reasons))
     slot = nic.pcie_bytes_per_second if nic else None
     running = (nic.pcie_running_bytes_per_second or slot) if nic else None
-    due = max((max(p.rate_bytes_per_second or 0.0, p.rate_max_bytes_per_second or 0.0) for p in equals), default=0.0)
+    best = max((max(p.rate_bytes_per_second or 0.0, p.rate_max_bytes_per_second or 0.0) for p in equals), default=0.0)
     return (
-        _make_port_bar(HEALTHY, write, port, due, slot),
+        _make_port_bar(HEALTHY, write, port, best, slot),
         _make_port_bar(CURRENT, write, port, port.rate_bytes_per_second, running),
     )
 

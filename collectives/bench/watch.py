@@ -249,7 +249,7 @@ def run_ranks(
     inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(directory), **environment}
     watch = Watch(spec, directory, on_event)
     stop = stop or threading.Event()
-    with (directory / "launcher.log").open("wb") as log:
+    with (directory / "launcher.log").open("w+b") as log:
         tree = processes.Tree(build_command(spec, directory / "plan.json"), inherited, log)
         try:
             verdict = None
@@ -265,7 +265,8 @@ def run_ranks(
             tree.end()
             hanging = [process.pid for process in tree.members()]
             watch.outcome.problems += [f"could not be killed, it hangs in the kernel: pid {pid}" for pid in hanging]
+        log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+        tail = log.read().decode(errors="replace").strip()
     watch.read_events()
-    tail = (directory / "launcher.log").read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip()
     watch.outcome.problems += watch.explain(verdict, tree.process.returncode, stuck, tail)
     return watch.outcome

@@ -82,7 +82,7 @@ class Ledger:
         self.proof = Proofs()
         self.variable_lines: Firsts[tuple[str, str], ProofLine] = Firsts(MAX_WRITERS)  # ("NAME=VALUE", host)
         self.hosts: Tally[str] = Tally(MAX_HOSTS)  # host: processes that were met
-        self.rank_hosts: Firsts[int, str] = Firsts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
+        self.rank_hosts: Lasts[int, str] = Lasts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
         self.marks: Firsts[str, None] = Firsts(MAX_GPUS)  # ids of communicators, and processes that make channels
         self.gpus: Firsts[tuple[str, str], str] = Firsts(MAX_GPUS)  # (host, bus id or device): process
         self.facts = nccl_messages.Facts()
@@ -168,10 +168,13 @@ class Ledger:
         return bool(own_hosts and theirs) and own_hosts.isdisjoint(theirs)
 
     def contradicts(self, other: Ledger) -> bool:
-        """Return whether a GPU has another process here than there."""
+        """Return whether a GPU has another process there, or a rank another host; no communicator is in both."""
         if len(self.gpus) > len(other.gpus):
             return other.contradicts(self)
-        return any(other.gpus.get(gpu, process) != process for gpu, process in self.gpus.items())
+        has_ids = self.facts.setups and other.facts.setups and self.facts.ranks == other.facts.ranks
+        places, theirs = (each.facts.rank_places if has_ids else {} for each in (self, other))
+        moved = any(places[rank][0] != theirs[rank][0] for rank in places.keys() & theirs.keys())
+        return moved or any(other.gpus.get(gpu, process) != process for gpu, process in self.gpus.items())
 
     # --- channels
 
@@ -246,7 +249,8 @@ class Runs:
 
     Two runs are distinguished by their GPUs: a process belongs to a later run if it takes a GPU that another process of
     the same host had when that process made its channels. Communicators with one id (``commId``, 2.18 on) belong to one
-    run, wherever they are, and so do parts of a log in which one process makes channels.
+    run, wherever they are, and so do parts of a log in which one process makes channels. Without a common id, two jobs
+    of one size on other hosts are two runs.
     """
 
     def __init__(self) -> None:

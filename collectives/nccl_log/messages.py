@@ -180,6 +180,7 @@ class Facts:
         self.gpus: Tally[str] = Tally(64)
         self.finished = False  # a line says that the job, or the test, finished
         self.places: Firsts[Place, None] = Firsts(MAX_PLACES)
+        self.setups: Firsts[tuple[Place, str], None] = Firsts(MAX_PLACES)  # of a communicator: "START", "COMPLETE"
         self.channel_places: Firsts[bytes, str] = Firsts(4_096)  # "00/0 : 0[0] -> 8[0] [send] ": host that wrote it
         self.test_ranks: Firsts[int, str] = Firsts(4_096)  # rank of nccl-tests: host
 
@@ -200,15 +201,10 @@ class Facts:
         return "1" in self.mnnvl_flags if self.mnnvl_flags else None
 
     @property
-    def places_of(self) -> int:
-        """Return the size of the largest communicator of which ranks are known."""
-        return max((place.ranks for place in self.places), default=0)
-
-    @property
     def rank_places(self) -> dict[int, tuple[str, str]]:
         """Return the host and the GPU of each rank of the largest communicator."""
         places: dict[int, tuple[str, str]] = {}
-        largest = self.places_of
+        largest = max((place.ranks for place in self.places), default=0)
         for place in self.places:
             if place.ranks == largest:
                 places.setdefault(place.rank, (place.host, place.gpu))
@@ -250,7 +246,7 @@ class Facts:
         """Return whether each rank (of nccl-tests, or with a GPU of its own) is known, and all are on one host."""
         places, tests, writers, devices = self.rank_places, self.test_ranks, self.channel_hosts(), self.rank_devices()
         listings = []  # hosts and number of the ranks, from each kind of line that names all ranks
-        if 0 < self.places_of == len(places) == len(set(places.values())) and self.places_of >= self.ranks:
+        if 0 < self.ranks == len(places) == len(set(places.values())):
             listings.append(({host for host, _ in places.values()}, len(places)))
         if 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests)):
             listings.append((set(tests.values()), len(tests)))

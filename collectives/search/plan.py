@@ -161,7 +161,7 @@ class Search:
         self._broken: list[Test] = []  # groups that ended early
         self._running: tuple[Test, ...] = ()
         self._states: dict[tuple[int, tuple[str, ...]], tuple[str, list[Measure]]] = {}  # results since the last report
-        self._extra = FEW / max(self.nodes, 1)
+        self._sigmas = SIGMAS + FEW / max(self.nodes, 1)  # from which an excess counts
 
     # Planning
 
@@ -200,7 +200,10 @@ class Search:
         if self.phase == 2:
             return [Test(kind="near", nodes=group) for group in self._group_near(free)]
         if self.phase == 3 and self.nodes > 2:
-            return [Test(kind="far", nodes=group) for group in self._group_far(free)]
+            # Across domains: one node of each near group after another
+            near = self._group_near(free)
+            nodes = [group[place] for place in range(GROUP) for group in near if place < len(group)]
+            return [Test(kind="far", nodes=group) for group in _split_evenly(nodes)]
         again = self._find_alone_retests()
         alone = [Test(kind="alone", nodes=(node,)) for node in sorted(again)]
         return alone + self._plan_confirmations(again) or self._plan_rail_tests()
@@ -222,11 +225,6 @@ class Search:
         free = set(nodes)
         return [part for members in self._members.values() for part in _split_evenly([n for n in members if n in free])]
 
-    def _group_far(self, nodes: Iterable[int]) -> list[tuple[int, ...]]:
-        """Group nodes across domains: take one node of each group of `_group_near` after another."""
-        groups = self._group_near(nodes)
-        return _split_evenly([group[place] for place in range(GROUP) for group in groups if place < len(group)])
-
     def _plan_confirmations(self, busy: set[int]) -> list[Test]:
         """Plan tests of suspects with clean partners: each stuck node separately, slow nodes together."""
         tests: list[Test] = []
@@ -243,7 +241,9 @@ class Search:
                 tests.append(Test(kind=kind, nodes=group, repeats=1 if self._is_plain(group, open_links) else repeats))
 
         for node in self._find_open_nodes(("near", "far")):
-            kind = self._choose_kind(node)
+            done = Counter(measure.kind for measure in self._measures[node])
+            slow_in = [measure.kind for measure in self._get_state(node, ("near", "far"))[1]]
+            kind = min(slow_in, key=done.__getitem__)  # the one that was made least often
             if not self._was_stuck(node):
                 pools[kind, self.domains[node] if kind == "near" else ""].append(node)
                 continue
@@ -399,7 +399,7 @@ class Search:
             self.excess[link] = median(values) - 1
             ends = max(scores.get(("sends", link[0]), 1.0), scores.get(("receives", link[1]), 1.0))
             excess, error = median(values) / ends - 1, sigma / middle / math.sqrt(len(values))
-            if link in self._links or excess > max(MIN_LINK, (SIGMAS + self._extra) * error):
+            if link in self._links or excess > max(MIN_LINK, self._sigmas * error):
                 self._links[link].append(self._measure(kind, "transfer", excess, error))
 
     def _learn_stuck(self, test: Test, outcome: Outcome) -> None:
@@ -480,7 +480,7 @@ class Search:
             elif measure.kind in kinds:
                 groups[measure.what, measure.kind == "alone"].append(measure)
         ways = self._count_stuck_peers(node) if ("stuck", False) in groups else 0
-        states = [_judge_measures(group, SIGMAS + self._extra, self.sigma, ways) for group in groups.values()]
+        states = [_judge_measures(group, self._sigmas, self.sigma, ways) for group in groups.values()]
         for word in ("bad", "open", "undecided"):
             if slow := [measure for state, rows in states if state == word for measure in rows]:
                 return word, slow
@@ -494,12 +494,6 @@ class Search:
             and (kinds == ("alone",) or not self._has_bad_part(node))
             and self._get_state(node, ("near", "far"))[0] != "bad"
         ]  # fmt: skip
-
-    def _choose_kind(self, node: int) -> str:
-        """Return the kind of test in which the node was slow and which was made least often."""
-        slow = [m.kind for m in self._get_state(node, ("near", "far"))[1]]
-        done = Counter(m.kind for m in self._measures[node])
-        return min(slow, key=lambda kind: done[kind])
 
     def _has_bad_part(self, node: int) -> bool:
         return self._get_state(node, ("alone",))[0] == "bad"
@@ -528,7 +522,7 @@ class Search:
             return "open"
         # As for nodes, the usual excess must exceed the noise of one transfer, because repeats share their noise.
         usual = median_low(measure.excess for measure in measures)
-        return "bad" if usual > (SIGMAS + self._extra) * measures[0].sigma else "clean"
+        return "bad" if usual > self._sigmas * measures[0].sigma else "clean"
 
     def _find_open_links(self) -> list[Link]:
         """Return the links to test again, at most two for each pair of domains."""
@@ -546,9 +540,7 @@ class Search:
         """Return the smallest loss of a node that 99 of 100 searches with this noise find; None if unmeasured."""
         if not self.sigma:
             return None
-        excess = max(
-            max(LEAST[kind], (SIGMAS + self._extra) * sigma) + POWER * sigma for kind, sigma in self.sigma.items()
-        )
+        excess = max(max(LEAST[kind], self._sigmas * sigma) + POWER * sigma for kind, sigma in self.sigma.items())
         return excess / (1 + excess)
 
     def verdicts(self) -> list[Verdict]:
@@ -568,17 +560,18 @@ class Search:
                 continue
             parts = tuple(dict.fromkeys(measure.what for measure in slow))
             is_bad = state == "bad"
+            cause = "stuck" if "stuck" in parts else reason
             return Verdict(
                 node=node, state="bad" if is_bad else "not judged", loss=compute_loss(slow), what=parts,
-                measures=tuple(slow), rails=self._slow_rails.get(node, ()),
-                reason=state if not is_bad else "stuck" if "stuck" in parts else reason,
+                measures=tuple(slow), rails=self._slow_rails.get(node, ()), reason=cause if is_bad else state,
             )  # fmt: skip
-        visible = self.visible_loss()
-        why = (
-            "few" if self.nodes < 3 else "unmeasured" if not self._is_measured(node)
-            else "noise" if visible is None or visible > BLIND else ""
-        )  # fmt: skip
-        return Verdict(node=node, state="not judged" if why else "good", reason=why)
+        if self.nodes < 3:
+            return Verdict(node=node, state="not judged", reason="few")
+        if not self._is_measured(node):
+            return Verdict(node=node, state="not judged", reason="unmeasured")
+        if (visible := self.visible_loss()) is None or visible > BLIND:
+            return Verdict(node=node, state="not judged", reason="noise")
+        return Verdict(node=node, state="good")
 
     def _compare_domains(self) -> str:
         """Describe slow transfers between domains, which hide slow nodes as noise does; "" if they are not slow."""

@@ -58,11 +58,12 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
         trees = [_start("rank", replace(place, local=local), output, spec.environment) for local in spec.locals]
         try:
             if place.node == 0 and is_first:
+                output = stack.enter_context((folder / "coordinator.log").open("wb"))
                 return _run_coordinator(settings, output, spec.limit_seconds, note, stop)
             _wait_for_ranks(trees, spec, stop)
             return None
         except SearchError as error:
-            text = (folder / "output.log").read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            text = Path(output.name).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             raise SearchError(": ".join(filter(None, (str(error), text[-600:])))) from None
         finally:
             for tree in trees:
@@ -107,9 +108,7 @@ def _wait_for_ranks(trees: Sequence[processes.Tree], spec: SearchSpec, stop: thr
         if reason := tree.wait(until, stop):
             raise SearchError(f"{spec.place.host}: {reason}")
     if all(tree.process.returncode for tree in trees):
-        raise SearchError(
-            f"{spec.place.host}: all ranks ended before the search finished (coordinator: {spec.place.store})"
-        )
+        raise SearchError(f"{spec.place.host}: all ranks ended before the coordinator ({spec.place.store})")
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ log() { logger -t "topoflight-$1" -p daemon.warning -- "$2"; }
 # be killed and would keep a pipe open.
 check_node() {
   local file
-  file=$(mktemp) || file=/dev/null
+  file=$(mktemp -p /run 2> /dev/null || mktemp 2> /dev/null) || file=/dev/null # /tmp may be full
   timeout --kill-after=1 "$seconds" "$topoflight" preflight -q -o reason --timeout "$((seconds - 3))" "${options[@]}" \
     > "$file" 2>&1
   code=$?
@@ -24,6 +24,7 @@ if ! errors=$(bash -n "$settings" 2>&1); then
   log "$script" "nothing was checked, because the settings cannot be read: $errors"
   exit 0
 fi
+grep -q $'\r$' "$settings" && log "$script" "$settings has Windows line ends: remove them with sed -i 's/\r\$//' $settings"
 # shellcheck source=settings
 errors=$(. "$settings" 2>&1 > /dev/null)
 [ -z "$errors" ] || log "$script" "a line of the settings failed: $errors"

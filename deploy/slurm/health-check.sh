@@ -1,7 +1,8 @@
 #!/bin/bash
 # HealthCheckProgram of slurmd: drains this node with the finding as the reason, and resumes it when the check passes.
-# It resumes only a node whose reason begins with "topoflight: ", and replaces no other reason than "Prolog error",
-# which Slurm sets when prolog.sh has failed. It ends within 10 seconds, whether the drivers and the controller answer or not.
+# It resumes only a node whose reason begins with "topoflight: ". The reason of a node that is drained or down is replaced
+# only if it is "Prolog error", which Slurm sets when prolog.sh has failed. The reason of a node in service is only a note
+# and is replaced. The script ends within 10 seconds, whether the drivers and the controller answer or not.
 # shellcheck source=common.sh
 . "$(dirname "$0")/common.sh" || {
   logger -t topoflight-health-check -p daemon.warning -- "nothing was checked: $(dirname "$0")/common.sh cannot be read"
@@ -25,9 +26,10 @@ current=${current%%$'\n'*}
 state=${current%%|*} reason=${current#*|}
 if [ "$code" -eq 3 ]; then
   new_reason="topoflight: ${findings%%$'\n'*}"
-  case $reason in
-    "$new_reason") ;;
-    none | "Prolog error" | "topoflight: "*) slurm scontrol update "NodeName=$node" State=DRAIN "Reason=$new_reason" ;;
+  case $state:$reason in
+    drain*:"$new_reason") ;;
+    *:none | *:"Prolog error" | *:"topoflight: "* | idle*:* | mixed*:* | alloc*:* | comp*:* | planned*:*)
+      slurm scontrol update "NodeName=$node" State=DRAIN "Reason=$new_reason" ;;
   esac
 else
   case $state:$reason in

@@ -227,7 +227,8 @@ class Engine:
     dp_overlap: bool = True  # gradient reduction overlaps with the backward pass
     reduce_bucket: float = 25 * GIB / 1024  # bytes of gradients reduced at once: torch DDP's bucket_cap_mb
     reduce_bucket_per_rank: float = 0.0  # minimum bucket per rank that reduces it
-    reduce_every_micro_batch: bool = False  # no no_sync under gradient accumulation
+    reduce_every_micro_batch: bool = False  # ZeRO-2, and FSDP over its replicas: no no_sync under accumulation
+    sync_setting: str = ""  # reduces gradients in each micro-batch; otherwise each rank holds all until the last one
     hides_offload: bool = False  # compute hides the copies of offloaded weights and gradients
     hooks_one_rank: bool = False  # ZeRO-3's hooks before and after a module also run with one rank
     splits_documents: bool = False  # attention in packed rows stays within a sample, and costs no more

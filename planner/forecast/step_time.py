@@ -350,7 +350,8 @@ def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
         across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
         loss = step.overlap_loss(layout.dp_replicate, strides(layout)[2])
-        reduce += _expose(across, micro.backward, loss) + across / max(1.0, share.layers)
+        exposed = _expose(across, micro.backward, loss) + across / max(1.0, share.layers)
+        reduce += exposed * (scatters if job.engine.reduce_every_micro_batch else 1)
     return _ExchangeTimes(gathers * ahead + regathers * behind, reduce, copied)
 
 

@@ -117,7 +117,7 @@ class NodeView:
     def verbs_ports(self) -> tuple[PortView, ...]:
         """Return every port of a device that NCCL's IB transport could use, up or down; none for a job over TCP."""
         facts = None if self.sockets else self.facts(RdmaFacts)
-        devices = [device for device in facts.in_reach if device.kind in VERBS_KINDS] if facts else []
+        devices = [device for device in facts.accessible if device.kind in VERBS_KINDS] if facts else []
         return tuple(PortView(device=device, port=port) for device in devices for port in device.ports)
 
     def default_ports(self) -> tuple[PortView, ...]:

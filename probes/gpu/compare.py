@@ -48,15 +48,15 @@ def count_visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
         return total, ""
     if "MIG-" in facts.visible:
         return None, ""
-    found: list[int] = []
+    shown: list[int] = []
     for entry in (part.strip() for part in facts.visible.split(",")):
         index = _find_visible_index(facts, entry)
         if index is None:
-            return len(found), f"{entry!r} names no GPU of this host, and CUDA ignores what follows it" if entry else ""
-        if index in found:
+            return len(shown), f"{entry!r} names no GPU of this host, and CUDA ignores what follows it" if entry else ""
+        if index in shown:
             return 0, f"{entry!r} is repeated, and CUDA then uses no GPU"
-        found.append(index)
-    return len(found), ""
+        shown.append(index)
+    return len(shown), ""
 
 
 def _find_visible_index(facts: GpuFacts, entry: str) -> int | None:
@@ -225,7 +225,7 @@ def _check_p2p(facts: GpuFacts) -> Iterator[Finding]:
 
 
 _MESH = ", which the board's mesh does not join by an NVLink"
-_PRODUCT = ": this product has no P2P over PCIe"
+_PRODUCT = ": this product has no P2P over PCIe"  # a vGPU has it over NVLink only (NVIDIA vGPU software user guide)
 
 
 def _explain_by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
@@ -234,8 +234,8 @@ def _explain_by_design(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> str:
         return ""
     if _is_outside_mesh(pair, a, b):
         return _MESH
-    of_product = pair.p2p_nvlink != "ok" and any(gpu and gpu.name and refuses_peers(gpu.name) for gpu in (a, b))
-    return _PRODUCT if of_product or pair.p2p_read == "gpu_not_supported" else ""
+    refused = any(gpu and (gpu.virtualization == "vgpu" or refuses_peers(gpu.name or "")) for gpu in (a, b))
+    return _PRODUCT if (refused and pair.p2p_nvlink != "ok") or pair.p2p_read == "gpu_not_supported" else ""
 
 
 def _is_outside_mesh(pair: GpuPair, a: Gpu | None, b: Gpu | None) -> bool:

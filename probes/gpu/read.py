@@ -360,7 +360,7 @@ def _read_faults(nvml: NvmlCalls) -> _Found:
     mask = nvml.either(("nvmlDeviceGetCurrentClocksThrottleReasons",), ("nvmlDeviceGetCurrentClocksEventReasons",))
     bits = _NAMES["throttle_bit"].items()
     return {
-        "recovery_action": decode_recovery_action(action),
+        "recovery_action": None if action is None else translate("recovery_action", action) or f"action_{action}",
         "ecc_uncorrected": nvml("nvmlDeviceGetTotalEccErrors", 1, 0),
         "remapped_rows_uncorrectable": rows,
         "remapping_pending": to_bool(max((n for n in (waiting, pending) if n is not None), default=None)),
@@ -665,11 +665,6 @@ def read_processes(nvml: NvmlCalls) -> tuple[GpuProcess, ...] | None:
     # NVML_VALUE_NOT_AVAILABLE is 2^64 - 1
     used = [p["usedGpuMemory"] if (p["usedGpuMemory"] or 0) <= MAX_MEMORY else None for p in answer]
     return tuple(GpuProcess(pid=p["pid"], memory_bytes=memory) for p, memory in zip(answer, used, strict=True))
-
-
-def decode_recovery_action(number: int | None) -> str | None:
-    """Decode nvmlDeviceGpuRecoveryAction_t; a number without a name in the header is kept as an action."""
-    return None if number is None else translate("recovery_action", number) or f"action_{number}"
 
 
 def to_bool(value: Any) -> bool | None:

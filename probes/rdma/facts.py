@@ -86,10 +86,18 @@ class RdmaFacts:
     in_container: bool = False  # of a job, not of the agent
 
     @property
-    def in_reach(self) -> tuple[RdmaDevice, ...]:
+    def accessible(self) -> tuple[RdmaDevice, ...]:
         """Return the devices that a container has a file of, because it sees others too; all if it has none."""
         with_file = tuple(device for device in self.devices if device.uverbs)
         return with_file if with_file and self.in_container else self.devices
+
+    @property
+    def in_reach(self) -> tuple[RdmaDevice, ...]:
+        """Return the accessible devices without virtual functions that have no address, next to their physical one."""
+        buses = {(device.bus_id or "")[:7] for device in self.accessible if not device.is_vf}
+        functions = [device for device in self.accessible if device.is_vf and (device.bus_id or "")[:7] in buses]
+        idle = {each.name for each in functions if all(is_link_local(gid) for port in each.ports for gid in port.gids)}
+        return tuple(device for device in self.accessible if device.name not in idle)
 
 
 SOURCE = Source(name="rdma", facts=RdmaFacts, timeout_seconds=20.0)

@@ -150,12 +150,8 @@ def _is_needed(facts: RdmaFacts, device: RdmaDevice, port: RdmaPort) -> bool:
     """Whether an inactive port is needed: it has an address or a bond, or other cards of its model use this port.
 
     If the card's other port is active, it may have a single cable by design; then cards of its model on this node are
-    cabled alike. A virtual function without address, next to an active physical device, is not in use yet.
+    cabled alike.
     """
-    if device.is_vf and port.state == "DOWN":
-        idle = all(each.state == "DOWN" and not any(map(find_ipv4, each.gids)) for each in device.ports)
-        if idle and any(each.state == "ACTIVE" and not other.is_vf for other, each in _list_ports(facts.devices)):
-            return False
     elsewhere = {gid.gid for _, other in _list_ports(facts.devices) if other.state == "ACTIVE" for gid in other.gids}
     own_gids = {gid.gid for gid in port.gids if not is_link_local(gid)} - elsewhere
     if (port.link_layer == "Ethernet" and own_gids) or device.bond or port.state in _WAITING:

@@ -195,6 +195,19 @@ def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
         assert (done.exit_code, "cluster.node.silent" in done.stdout) == (3, named), (selector, done.output)
 
 
+def test_a_server_that_is_busy_twice_is_asked_again_and_an_empty_variable_is_refused(api: ApiServer) -> None:
+    """An empty --nodes or --selector never means the host on which the pipeline runs."""
+    api.faults = [(429, {})] * 2
+    assert preflight("--nodes", "good").exit_code == 0
+    for words in (("--nodes", ""), ("--nodes", ","), ("--selector", "")):
+        assert preflight(*words).exit_code == 2, words
+
+
+def test_a_record_from_the_future_names_the_difference_of_the_clocks() -> None:
+    (check,) = check_nodes(["n"], fleet_of(record_of(name="n", scanned_at_seconds=600.0)), now=0.0)
+    assert check.status == "fail" and "10 min ahead" in check.message
+
+
 def test_a_record_of_an_agent_that_never_wrote_is_silent() -> None:
     """The object exists, but has no status yet."""
     held = Fleet()

@@ -33,6 +33,7 @@ from starlette.testclient import TestClient
 from agent.base import version
 from agent.cluster.client import Client
 from agent.http.access import TokenChecker, describe_grant
+from agent.http.serve import bind
 from agent.http.server import MAX_BODY_BYTES, MAX_RECORD_BYTES, MAX_WAIT_SECONDS, create
 from agent.http.state import State
 
@@ -274,6 +275,8 @@ def test_a_token_file_opens_the_gate(http: TestClient) -> None:
     assert posted.json() == http.get("/preflight").json(), "the same verdict"
     measuring = http.post("/preflight", headers=bearer(), json={"measure": True})
     assert measuring.status_code == 422, "nothing makes load from afar"
+    for query, status in (("require=rmda.*", 400), ("expect=gpus=9", 422), ("fail_on=warn", 200)):
+        assert http.post(f"/preflight?{query}", headers=bearer()).status_code == status, "no option is ignored"
     for headers in ({}, bearer("wrong" * 5), {"Authorization": f"Basic {TOKEN}"}, bearer(""), bearer("x" * 20000)):
         response = http.post("/preflight", headers=headers)
         assert response.status_code == 401, headers
@@ -289,6 +292,13 @@ def test_a_token_added_to_the_file_is_in_at_once(tmp_path):
         (tmp_path / "tokens").write_text(f"{token}\n")
         judged = judge.authorize(asking("10.0.0.1", token), path="/preflight", verb="post")
         assert asyncio.run(judged) == "token-file"
+
+
+def test_every_address_includes_those_of_ipv4() -> None:
+    """The agents of a cluster listen on `::`, with and without IPv4."""
+    with bind("::", 0) as place:
+        for address in ("127.0.0.1", "::1") if socket.has_dualstack_ipv6() else ("127.0.0.1",):
+            socket.create_connection((address, place.getsockname()[1]), 5).close()
 
 
 @each_row(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])

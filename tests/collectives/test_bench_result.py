@@ -24,7 +24,7 @@ from agent.checks.expect import read_expectations
 from agent.checks.measured import is_judged
 from agent.jobs import benchmark
 from agent.jobs.benchmark import build_preflight_spec
-from agent.jobs.preflight import make_due
+from agent.jobs.preflight import make_required_links
 from collectives.bench import processes, results, run as bench
 from collectives.bench.plan import BenchSpec, Case, SpecError
 from collectives.bench.processes import BusyError
@@ -247,13 +247,13 @@ def test_the_algorithm_is_that_of_version_and_environment(environment, version, 
 
 def test_what_the_owner_expects_goes_before_the_recognised_machine() -> None:
     """`--expect nvlink=NV9,hcas=4,rate=400G`: what was bought, on a board that the table does not know."""
-    due = make_due(read_expectations(("nvlink=NV9,hcas=4,rate=400G",), None))
+    required = make_required_links(read_expectations(("nvlink=NV9,hcas=4,rate=400G",), None))
     found = host("hgx-h100-8xH100-8hca")
-    links = build_preflight_spec(found, 8, 20, force=False, backend="nccl", due=due).links
+    links = build_preflight_spec(found, 8, 20, force=False, backend="nccl", required=required).links
     assert links["when healthy"]["link"]["low"] == pytest.approx(9 * 20.6 * GB)
     assert links["when healthy"]["wire"]["low"] == pytest.approx(4 * 50 * GB)
     assert links["with current links"] == benchmark.describe_links(found, 8)["with current links"]
-    assert make_due(()) is None
+    assert make_required_links(()) is None
 
 
 def test_a_machine_whose_gpus_are_in_use_is_refused_unless_forced() -> None:

@@ -97,7 +97,7 @@ def test_a_cluster_without_dra_refuses_the_claim(kubeconfig):
     done = run_job(*DRA, code=1)
     assert "nothing was created" in done.output
     assert "resourceclaimtemplate/sft-gpu-nic: the API server says 404" in done.output
-    assert "is resource.k8s.io/v1 served by this cluster?" in done.output
+    assert "may lack the definition of /apis/resource.k8s.io/v1/" in done.output
     assert kubeconfig.of_kind("Job") == []
 
 
@@ -158,7 +158,7 @@ def test_the_user_s_file_is_launched_as_it_stands(kubeconfig, tmp_path, kind, cr
     assert printed["ConfigMap"]["data"]["plan.json"] == files["data"]["plan.json"]
     assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
     (tmp_path / "plan.json").write_text(files["data"]["plan.json"])
-    plan, (config, _, notes) = read_plan(tmp_path / "plan.json"), read_config(USERS)
+    plan, (config, _, notes, *_) = read_plan(tmp_path / "plan.json"), read_config(USERS)
     assert plan.config == config  # every setting, and nothing else
     assert plan.notes == tuple(notes) and all(f"note: {text}" in done.stderr for text in notes)
     layout = plan.layout

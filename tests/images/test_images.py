@@ -128,7 +128,7 @@ def playable(pod: dict, image: str = "") -> dict:
             if variable.pop("valueFrom", None):
                 variable["value"] = f"of-{variable['name'].lower().replace('_', '-')}"
         # the pod has the host's network here: it listens on loopback only
-        container["args"] = ["127.0.0.1" if word == "0.0.0.0" else word for word in container.get("args", ())]
+        container["args"] = ["127.0.0.1" if word == "::" else word for word in container.get("args", ())]
     return pod
 
 

@@ -87,6 +87,19 @@ def test_hsdp_keeps_the_gathers_inside_the_node() -> None:
     assert hybrid.total < flat.total
 
 
+def test_replicas_reduce_in_each_micro_batch_where_no_trainer_defers_it() -> None:
+    """Four times as long over four micro-batches; the built-in job defers it (set_requires_all_reduce)."""
+    given = job(links(4, 5 * GB))
+    layout = Layout(world_size=32, dp_shard=8, dp_replicate=4, gradient_accumulation=4)
+    once, each = (
+        forecast_step(replace(given, engine=replace(given.engine, reduce_every_micro_batch=every)), layout).reduce
+        for every in (False, True)
+    )
+    assert 2 * once < each < 4 * once
+    assert not find_engine("topoflight").reduce_every_micro_batch
+    assert all(find_engine(name).reduce_every_micro_batch for name in ("torchtitan", "trl", "automodel"))
+
+
 def test_more_micro_batches_shrink_the_bubble_as_p_minus_1_over_v_m() -> None:
     """(p - 1) / (v m) of the ideal time."""
     given = job(links(1), engine="megatron")

@@ -132,6 +132,16 @@ def test_experts_are_advised_with_what_their_forecast_assumes(nodes: int, precis
     assert says in " ".join((*answer.unknowns, *answer.helps_most))
 
 
+@each_row(
+    ("engine", "batch", "named"), [("automodel", 256, 1), ("automodel", 8, 0), ("trl", 256, 1), ("topoflight", 256, 0)]
+)
+def test_the_setting_that_shards_gradients_while_they_add_up_is_named(engine: str, batch: int, named: int) -> None:
+    """Four bytes per weight otherwise stay on each GPU (8.2 billion weights: 30.5 GiB), two with TRL."""
+    train = TrainSpec(method="full", sequence_length=4096, global_batch=batch, engine=engine)
+    unknowns = recommend(machines.cluster("p5.48xlarge", 1), (), model_named("Qwen3-8B"), train).unknowns
+    assert sum("requires the setting" in text and " GiB of gradients" in text for text in unknowns) == named
+
+
 def test_a_network_of_ones_own_joins_the_nodes() -> None:
     """8B sharded over two nodes of two A40: slower over 25 Gb/s than over 400, and sockets have a ceiling."""
     train = TrainSpec(method="lora", sequence_length=2048, global_batch=64)

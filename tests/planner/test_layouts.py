@@ -303,7 +303,7 @@ def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
     ):
         answer = recommend(machines.cluster(machine, nodes), (), model_named("Llama-3.1-8B"), train)
         wanted = request_of(answer, ranks_per_node=machines.machine(machine).gpus)
-        settings, _, _ = parse_config(yaml.safe_load(export("finetune", wanted)))
+        settings, *_ = parse_config(yaml.safe_load(export("finetune", wanted)))
         assert settle_layout(JobPlan(config=settings), answer.chosen.layout.world_size, True) == answer.chosen.layout
 
 
@@ -341,6 +341,7 @@ def test_trl_names_are_those_of_training_arguments() -> None:
     assert set(data) - known <= of_trl
     assert data["fsdp_config"]["activation_checkpointing"] is True
     assert data["gradient_checkpointing"] is False
+    assert data["accelerator_config"]["gradient_accumulation_kwargs"]["sync_each_batch"], "or no gradient is sharded"
 
 
 @each_row(("layout", "train", "kernel"), rows("trl_attention"))

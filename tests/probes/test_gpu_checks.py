@@ -129,11 +129,12 @@ def test_missing_links_count_by_their_share(name, active, listed, kind, severiti
     assert not {f.code for f in found} - {"gpu.nvlink.missing"}
 
 
-@each_row(("name", "status", "severity", "acs"), rows("p2p"))
-def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(name, status, severity, acs):
-    gpu = Gpu(index=0, bus_id=None, name=name)
-    (found,) = check(gpu, gpu, pairs=(GpuPair(a=0, b=1, ancestor="PIX", p2p_read=status),))
+@each_row(("name", "status", "severity", "acs", "kind"), rows("p2p"))
+def test_p2p_that_is_unknown_is_no_pass_and_a_product_without_it_is_no_fault(name, status, severity, acs, kind):
+    gpu = Gpu(index=0, bus_id=None, name=name, virtualization=kind)
+    (found, *notes) = check(gpu, gpu, pairs=(GpuPair(a=0, b=1, ancestor="PIX", p2p_read=status),))
     assert (found.code, found.status, "ACS" in found.remedy) == ("gpu.p2p.refused", severity, acs)
+    assert {note.code for note in notes} <= {"gpu.device.vgpu"}
 
 
 def test_refused_p2p_is_one_finding_a_reason() -> None:

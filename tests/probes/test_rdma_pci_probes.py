@@ -140,7 +140,7 @@ def test_sizes_and_rates_are_read() -> None:
 
 
 def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
-    """Down and without an address, next to a physical port that is up; one that a pod uses has an address."""
+    """Without an address, on the bus of its physical function; one that a pod uses has an address."""
     facts = read_rdma(Fabric().add("mlx5_0", 0).add("mlx5_1", 1, state="1: DOWN", phys="3: Disabled").host())
     whole, virtual = facts.devices
 
@@ -148,9 +148,13 @@ def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
         found = rdma.check(replace(facts, devices=devices))
         return [f.status for f in found if f.code == "rdma.port.down" and f.subject == "mlx5_1:1"]
 
-    unused = replace(virtual, is_vf=True, ports=(replace(virtual.ports[0], gids=()),))
-    used = replace(virtual, is_vf=True, ports=(replace(virtual.ports[0], gids=whole.ports[0].gids),))
-    assert severity(whole, unused) == [Status.INFO]
+    place = f"{(whole.bus_id or '')[:-1]}1"
+    unused = replace(virtual, bus_id=place, is_vf=True, ports=(replace(virtual.ports[0], gids=()),))
+    other = tuple(replace(gid, gid=f"{gid.gid[:-1]}9") for gid in whole.ports[0].gids)
+    used = replace(unused, ports=(replace(virtual.ports[0], gids=other),))
+    assert severity(whole, unused) == []
+    assert replace(facts, devices=(whole, unused)).in_reach == (whole,)
+    assert replace(facts, devices=(unused,)).in_reach == (unused,), "in a pod"
     assert severity(whole, used) == [Status.FAIL]
     assert severity(whole, virtual) == [Status.FAIL], "a physical port"
     down = replace(whole, ports=(replace(whole.ports[0], state="DOWN"),))

@@ -399,6 +399,7 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted,
     assert [verdict.state for verdict in result.verdicts] == states and words in result.verdicts[2].seen, result
     finding = make_findings(result)[2]
     assert (finding.code == "search.node.unjudged") == (states[2] != "bad") and words in finding.message, finding
+    assert finding.required == (states[2] != "bad"), "a node without a verdict is listed by its name"
     assert is_noted or "--rendezvous HOST:PORT" in finding.message
 
 

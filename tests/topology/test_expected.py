@@ -10,7 +10,15 @@ import yaml
 from busbw_rows import PlaceError, Row, place
 from rigs.tables import each_row
 
-from topology.expected import FAILS_BELOW, Expected, Paths, Unknown, between, expected, span
+from topology.expected import (
+    FAILS_BELOW,
+    ExpectedBandwidth,
+    Paths,
+    UnknownBandwidth,
+    exact_rate,
+    expect_bandwidth,
+    rate_between,
+)
 
 GB, GIB = 1e9, 1 << 30
 
@@ -21,7 +29,7 @@ Ranks = tuple[Paths, int]
 def switch(links: int, per_link: float, capability: tuple[int, int], ranks: int, **more: object) -> Ranks:
     """GPUs of one host behind NVSwitch, and how many ranks there are."""
     nvls = capability >= (9, 0)
-    made = Paths(inside="NVSwitch", link=span(links * per_link * GB), capability=capability, nvls=nvls)
+    made = Paths(inside="NVSwitch", link=exact_rate(links * per_link * GB), capability=capability, nvls=nvls)
     return replace(made, **more), ranks  # type: ignore[arg-type]
 
 
@@ -33,17 +41,17 @@ def a100(ranks: int = 8, **more: object) -> Ranks:
     return switch(12, 20.0, (8, 0), ranks, **more)
 
 
-def expect(joined: Ranks, op: str, size_bytes: int) -> Expected | Unknown:
-    return expected(joined[0], op, size_bytes, joined[1])
+def expect(joined: Ranks, op: str, size_bytes: int) -> ExpectedBandwidth | UnknownBandwidth:
+    return expect_bandwidth(joined[0], op, size_bytes, joined[1])
 
 
 def hosts(count: int, nics: float) -> dict[str, object]:
-    return {"groups": count, "between": "RDMA", "wire": span(nics * GB)}
+    return {"groups": count, "between": "RDMA", "wire": exact_rate(nics * GB)}
 
 
-PCIE_4 = Paths(inside="PCIe", link=span(24 * GB), capability=(8, 0))
+PCIE_4 = Paths(inside="PCIe", link=exact_rate(24 * GB), capability=(8, 0))
 OTHERS = {
-    "v100 mesh": Paths(inside="NVLink", link=span(120 * GB), capability=(7, 0)),
+    "v100 mesh": Paths(inside="NVLink", link=exact_rate(120 * GB), capability=(7, 0)),
     "PCIe": PCIE_4,
     "shared memory": replace(PCIE_4, inside="shared memory"),
 }
@@ -65,8 +73,8 @@ def published() -> list[tuple[Ranks, str, int, float, bool]]:
 @each_row(("paths", "op", "size", "busbw", "healthy"), published())
 def test_published_results_are_judged_as_their_sources_do(paths, op, size, busbw, healthy):
     found = expect(paths, op, size)
-    assert isinstance(found, Expected)
-    assert (busbw * GB >= found.interval.low) is healthy, found.words()
+    assert isinstance(found, ExpectedBandwidth)
+    assert (busbw * GB >= found.interval.low) is healthy, found.describe()
     assert found.interval.low <= found.interval.mid <= found.interval.high
     assert found.derivation
 
@@ -74,10 +82,10 @@ def test_published_results_are_judged_as_their_sources_do(paths, op, size, busbw
 def test_two_ranks_are_not_held_to_the_ring_of_eight() -> None:
     """The own part's copy weighs most in a ring of two; all-reduce is no ring with eight."""
     two, eight = expect(h100(2), "all_gather", 8 * GIB), expect(h100(8), "all_gather", 8 * GIB)
-    assert isinstance(two, Expected) and isinstance(eight, Expected)
+    assert isinstance(two, ExpectedBandwidth) and isinstance(eight, ExpectedBandwidth)
     assert two.interval.mid < 0.8 * eight.interval.mid
     switched = expect(h100(8), "all_reduce", 8 * GIB)
-    assert isinstance(switched, Expected) and switched.algorithm == "NVLS"
+    assert isinstance(switched, ExpectedBandwidth) and switched.algorithm == "NVLS"
     assert switched.interval.low > eight.interval.mid
 
 
@@ -85,7 +93,7 @@ def test_bytes_count_by_rank_and_not_in_total() -> None:
     """1 GiB over 256 GPUs is 4 MiB of each: latency, and no fault (NVIDIA/nccl#1218: 200 GB/s with 8 MiB)."""
     small = expect(h100(256, **hosts(32, 400)), "all_gather", 2 * GIB)
     large = expect(h100(256, **hosts(32, 400)), "all_gather", 256 * GIB)
-    assert isinstance(small, Expected) and isinstance(large, Expected)
+    assert isinstance(small, ExpectedBandwidth) and isinstance(large, ExpectedBandwidth)
     assert small.interval.low <= 200 * GB
     assert FAILS_BELOW * large.interval.low <= 200 * GB < large.interval.low
 
@@ -96,28 +104,28 @@ def test_bytes_count_by_rank_and_not_in_total() -> None:
         ((Paths(), 1), "one rank"),
         ((Paths(), 8), "not known"),
         ((Paths(groups=2), 2), "hosts is not known"),
-        ((Paths(inside="NVSwitch", link=span(0.0)), 8), "not known"),
-        (a100(link=between(370 * GB, 722 * GB), words=("generation not known",)), "generation"),
+        ((Paths(inside="NVSwitch", link=exact_rate(0.0)), 8), "not known"),
+        (a100(link=rate_between(370 * GB, 722 * GB), sources=("generation not known",)), "generation"),
     ],
 )
 def test_what_cannot_be_known_is_unknown(paths: Ranks, why: str) -> None:
     found = expect(paths, "all_gather", GIB)
-    assert isinstance(found, Unknown)
-    assert why in found.words()
+    assert isinstance(found, UnknownBandwidth)
+    assert why in found.describe()
 
 
 def test_a_link_of_unknown_generation_still_gives_its_range_and_an_operation_without_a_model_none() -> None:
-    found = expect(a100(link=between(370 * GB, 722 * GB), nvls=None), "all_gather", 8 * GIB)
-    assert isinstance(found, Unknown) and found.range is not None
+    found = expect(a100(link=rate_between(370 * GB, 722 * GB), nvls=None), "all_gather", 8 * GIB)
+    assert isinstance(found, UnknownBandwidth) and found.range is not None
     assert found.range.low < 330 * GB < 700 * GB < found.range.high
-    assert isinstance(expect(h100(), "all_to_all", GIB), Unknown)
+    assert isinstance(expect(h100(), "all_to_all", GIB), UnknownBandwidth)
 
 
 def test_one_and_several_streams_fill_a_slow_wire_and_not_a_fast_one() -> None:
     """NVIDIA/nccl#209: 60 % of 32 Gb/s at best; A3 Mega over TCP: 4 of 200 GB/s."""
-    slow = expect((Paths(groups=2, between="sockets", wire=span(1.25 * GB)), 2), "all_reduce", GIB)
-    fast = expect((Paths(groups=2, between="sockets", wire=span(200 * GB)), 2), "all_reduce", GIB)
-    assert isinstance(slow, Expected) and isinstance(fast, Expected)
+    slow = expect((Paths(groups=2, between="sockets", wire=exact_rate(1.25 * GB)), 2), "all_reduce", GIB)
+    fast = expect((Paths(groups=2, between="sockets", wire=exact_rate(200 * GB)), 2), "all_reduce", GIB)
+    assert isinstance(slow, ExpectedBandwidth) and isinstance(fast, ExpectedBandwidth)
     assert slow.interval.mid > 0.8 * 1.25 * GB
     assert fast.interval.mid < 0.1 * 200 * GB
     assert fast.interval.low < 4 * GB

@@ -8,10 +8,10 @@ from rigs.tables import each_row, rows_of
 
 from planner.forecast import machines
 from topology.build import build
-from topology.expected import Expected, Paths, Unknown, expected
+from topology.expected import ExpectedBandwidth, Paths, UnknownBandwidth, expect_bandwidth
 from topology.formats.text import parse
 from topology.graph import NodeTopology, PathClass
-from topology.paths import Bar, host_links, join_hosts, with_expectations
+from topology.paths import BarName, host_links, join_hosts, with_expectations
 
 rows = rows_of(__file__)
 GB = 1e9
@@ -21,7 +21,7 @@ def node(name: str) -> NodeTopology:
     return with_expectations(build(snapshot(name)))
 
 
-def links(machine: NodeTopology, ranks: int, bar: Bar = "with current links") -> Paths:
+def links(machine: NodeTopology, ranks: int, bar: BarName = "with current links") -> Paths:
     return host_links(machine, range(ranks), bar)
 
 
@@ -63,15 +63,15 @@ def test_a_host_without_its_rdma_devices_is_held_to_no_socket() -> None:
     assert links(sick, 8).between == "sockets"
     due = links(sick, 8, "when healthy")
     assert due.between is None
-    assert any("RDMA" in word for word in due.words)
+    assert any("RDMA" in word for word in due.sources)
 
 
 def test_more_ranks_than_gpus_have_no_link_that_is_known() -> None:
     """Two ranks on one GPU meet in its memory."""
     one = replace(node("hgx-h100-8xH100-8hca"), gpus=node("hgx-h100-8xH100-8hca").gpus[:1])
-    found = expected(join_hosts([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30, 2)
-    assert isinstance(found, Unknown)
-    assert any("two ranks on one GPU" in word for word in links(one, 2).words)
+    found = expect_bandwidth(join_hosts([links(one, 2)], 2, nvls=True), "all_gather", 1 << 30, 2)
+    assert isinstance(found, UnknownBandwidth)
+    assert any("two ranks on one GPU" in word for word in links(one, 2).sources)
 
 
 def test_hosts_of_one_nvlink_domain_are_one_group() -> None:
@@ -80,8 +80,8 @@ def test_hosts_of_one_nvlink_domain_are_one_group() -> None:
     inside = join_hosts([tray, tray], 8, nvls=True)
     apart = join_hosts([tray, replace(tray, domain="elsewhere.1")], 8, nvls=True)
     assert (inside.groups, apart.groups) == (1, 2)
-    domain, wire = expected(inside, "all_gather", 8 << 30, 8), expected(apart, "all_gather", 8 << 30, 8)
-    assert isinstance(domain, Expected) and isinstance(wire, Expected)
+    domain, wire = expect_bandwidth(inside, "all_gather", 8 << 30, 8), expect_bandwidth(apart, "all_gather", 8 << 30, 8)
+    assert isinstance(domain, ExpectedBandwidth) and isinstance(wire, ExpectedBandwidth)
     assert domain.interval.low > 2 * wire.interval.high
 
 
@@ -100,8 +100,8 @@ def test_a_matrix_without_a_model_gives_a_range() -> None:
     """`nvidia-smi topo -m` names no GPU: 18 links are Hopper's or Blackwell's."""
     rows = "\n".join(f"GPU{i}\t" + "\t".join(" X " if i == j else "NV18" for j in range(8)) for i in range(8))
     text = "\t" + "\t".join(f"GPU{i}" for i in range(8)) + "\n" + rows + "\n"
-    found = expected(join_hosts([links(parse(text), 8)], 8, nvls=None), "all_gather", 8 << 30, 8)
-    assert isinstance(found, Unknown) and found.range is not None
+    found = expect_bandwidth(join_hosts([links(parse(text), 8)], 8, nvls=None), "all_gather", 8 << 30, 8)
+    assert isinstance(found, UnknownBandwidth) and found.range is not None
     assert found.range.low < 336 * GB < 617 * GB < found.range.high
     assert PathClass.NVL in {pair.path for pair in parse(text).pairs}
 

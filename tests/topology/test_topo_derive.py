@@ -84,9 +84,10 @@ def with_nics(model):
     return node(8, dict.fromkeys(enumerate(names), "PIX"), model=model, nics=names)
 
 
-def slot(rate_of_slot, **nic):
+def slot(rate_of_slot, capability=None, **nic):
     """The status, and the first words of message and remedy, of what is found on a 50 GB/s NIC in such a slot."""
     made = node(1, {(0, "mlx5_0"): "PIX"}, nics=("mlx5_0",))
+    made = replace(made, gpus=(replace(made.gpus[0], compute_capability=capability),))
     made = replace(made, nics=(replace(made.nics[0], pcie_bytes_per_second=rate_of_slot, **nic),))
     found = [finding for finding in check(made) if finding.code == "topology.nic.pcie_bound"]
     return [(one.status, "Gen3 of Gen5 x16" in one.message, one.remedy.startswith("Reseat")) for one in found]
@@ -131,6 +132,10 @@ def test_what_follows_from_the_pairs():
             ["warn", "fail"]),
         "a NIC faster than its slot": (
             [status for rate in (24e9, 48e9) for status, *_ in slot(rate)], ["fail"]),
+        "800 Gb/s of a ConnectX-8 in a slot of PCIe 5 are halved": (
+            [status for status, *_ in slot(48e9, rate_bytes_per_second=100e9)], ["fail"]),
+        "but not on HGX B300 and GB300, whose GPUs are behind the NIC's PCIe switch": (
+            slot(48e9, (10, 3), rate_bytes_per_second=100e9), []),
         "a slot that carries one of two ports is no fault": ([status for status, *_ in slot(24e9, ports=2)], ["info"]),
         "a NIC faster than its link as it runs": (
             [trained(rate) for rate in (None, 48e9, 37e9, 24e9, 12e9)],

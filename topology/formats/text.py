@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from contracts.tables import read_texts
+from contracts.tables import read_table, read_texts
 from hardware.gpus import find_gpu, most_links
 from hardware.units import some
 from topology.derive import complete, find_rails
@@ -201,11 +201,12 @@ def _collect_rows(lines: _Lines, start: int, matrix: _Matrix) -> None:
 
 
 def _make_no_matrix_error(lines: _Lines, source: str) -> TopologyFileError:
-    """Return the exception if no header has rows. It names the first line that looks like a row."""
-    number = next((number for number, line in lines[:1024] if _NAME.search(line)), 1)
-    amd = any(re.search(r"\b(?:XGMI|PCIE)\b|ROCm System|^(?:LINK TYPE|HOPS|WEIGHT) TABLE", line) for _, line in lines)
-    joined = any(re.match(r"\s*GPU0(?:GPU1|CPU|NIC0)", line) for _, line in lines)
-    return TopologyFileError(source, number, _text("joined_matrix" if joined else "amd_matrix" if amd else "no_matrix"))
+    """Return the exception if no header has rows. It names the tool that wrote the text, if that is known."""
+    for other in read_table(__file__, "others.toml")["output"]:
+        for number, line in lines[:1024]:
+            if re.search(other["pattern"], line):
+                return TopologyFileError(source, number, _text(other.get("text", "other_output"), **other))
+    return TopologyFileError(source, 1, _text("no_matrix"))
 
 
 def _parse_cells(text: str, count: int) -> tuple[list[str], str]:

@@ -21,7 +21,7 @@ from hardware.nics import AMAZON, MELLANOX
 from probes.pci.facts import PciDevice
 from topology.derive import complete
 from topology.formats import TopologyFileError
-from topology.graph import Cpu, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
+from topology.graph import Cpu, Device, GpuNode, NicNode, NodeTopology, NvLinkTarget, Pair
 from topology.links import PciTree, join_by_nvlink, pair_by_pcie
 
 SOURCE = "NCCL XML"
@@ -47,7 +47,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     if len(hosts) > 1:
         warnings.append(_text("hosts", count=len(hosts)))
         cpus = [cpu for cpu in cpus if cpu.attributes.get("host_hash") == cpus[0].attributes.get("host_hash")]
-    parts = Found(source=source)
+    parts = CollectedElements(source=source)
     for position, cpu in enumerate(cpus):
         attributes = cpu.attributes
         family, model, numa = (_parse_number(attributes.get(name)) for name in ("familyid", "modelid", "numaid"))
@@ -59,7 +59,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     ordered = sorted(parts.nics, key=lambda item: item[0])
     nics = tuple(replace(nic, **tree.links_of(nic.bus_id)) for _, nic in ordered)
     warnings += _list_warnings(parts, gpus)
-    devices: tuple[GpuNode | NicNode, ...] = (*gpus, *nics)
+    devices: tuple[Device, ...] = (*gpus, *nics)
     hidden = parts.dumped and all(d.numa_node == -1 and not d.link_transfers_per_second for d in parts.pci.values())
     node = complete(
         NodeTopology(
@@ -78,7 +78,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
     return replace(node, nearest_nic=nearest)
 
 
-def _list_warnings(parts: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
+def _list_warnings(parts: CollectedElements, gpus: tuple[GpuNode, ...]) -> list[str]:
     warnings = parts.strays[:1]
     if parts.without_class:
         warnings.append(_text("without_class", count=parts.without_class))
@@ -98,7 +98,7 @@ def _list_warnings(parts: Found, gpus: tuple[GpuNode, ...]) -> list[str]:
     return warnings
 
 
-def _build_pair(a: GpuNode | NicNode, b: GpuNode | NicNode, parts: Found, tree: PciTree) -> Pair:
+def _build_pair(a: Device, b: Device, parts: CollectedElements, tree: PciTree) -> Pair:
     if isinstance(a, GpuNode) and isinstance(b, GpuNode) and (count := _count_nvlinks(a, b)):
         return join_by_nvlink(a, b, count, "<nvlink>")
     first, second = a.bus_id or "", b.bus_id or ""
@@ -111,7 +111,7 @@ def _count_nvlinks(a: GpuNode, b: GpuNode) -> int:
     return max(direct, min(a.count_nvlinks("nvswitch"), b.count_nvlinks("nvswitch")))
 
 
-def _find_label(first: str, second: str, parts: Found, tree: PciTree) -> str:
+def _find_label(first: str, second: str, parts: CollectedElements, tree: PciTree) -> str:
     """Apply NCCL's rule: PIX for one PCI element in between, PXB for more, PHB for one CPU element, SYS for two."""
     if parts.cpu_of[first] != parts.cpu_of[second]:
         return "SYS"
@@ -128,7 +128,7 @@ _RDMA_NAME = re.compile(r"(mlx|bnxt_re|roce|ib|irdma|hfi|ionic|rdmap|efa)", re.I
 
 
 @dataclass(slots=True)
-class Found:
+class CollectedElements:
     """Elements collected by `walk`."""
 
     source: str
@@ -158,7 +158,7 @@ def normalise_bus_id(text: str) -> str:
     return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}" if match else text[:64]
 
 
-def walk(element: Element, cpu: int, parent: str | None, parts: Found) -> None:
+def walk(element: Element, cpu: int, parent: str | None, parts: CollectedElements) -> None:
     """Collect the elements below a `<cpu>` or `<pci>`."""
     for child in element.children:
         if child.tag == "pci":
@@ -170,7 +170,7 @@ def walk(element: Element, cpu: int, parent: str | None, parts: Found) -> None:
             parts.virtual_nets += len(names) - len(merged)
 
 
-def _collect_pci(element: Element, cpu: int, parent: str | None, parts: Found) -> None:
+def _collect_pci(element: Element, cpu: int, parent: str | None, parts: CollectedElements) -> None:
     attributes = element.attributes
     if "busid" not in attributes:
         raise TopologyFileError(parts.source, element.line, _text("no_busid"))
@@ -214,7 +214,7 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, parts: Found) -
     walk(element, cpu, bus_id, parts)
 
 
-def _build_gpu(element: Element, node: PciDevice, parts: Found) -> GpuNode:
+def _build_gpu(element: Element, node: PciDevice, parts: CollectedElements) -> GpuNode:
     sm = _parse_number(element.attributes.get("sm"))
     reported = divmod(sm, 10) if sm is not None and sm >= 10 else None
     model, capability = find_model(node.vendor_id, node.device_id, reported)
@@ -245,7 +245,7 @@ def _find_gdr_refused(elements: list[Element]) -> str:
     return f'line {first.line}: <{first.tag} {"name" if first.tag == "net" else "dev"}="{name[:64]}" gdr="0">'
 
 
-def _parse_link(element: Element, parts: Found) -> NvLinkTarget:
+def _parse_link(element: Element, parts: CollectedElements) -> NvLinkTarget:
     attributes = element.attributes
     count = _parse_number(attributes.get("count"))
     if count is None or count < 0:
