@@ -11,6 +11,7 @@ import click
 from agent.base import units
 from agent.base.options import InputError, command
 from agent.base.output import emit
+from contracts import plain
 from contracts.host_list import list_names
 from contracts.tables import read_table
 
@@ -32,7 +33,8 @@ def evidence(
         result = reader.read_files(source or ("-",))
     except OSError as error:
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
-    emit(reader.to_json(result), form, lambda out: print_evidence(out, result, verbose=verbose))
+    document = {**plain.write(result), "exit_code": reader.exit_code(result)}
+    emit(document, form, lambda out: print_evidence(out, result, verbose=verbose))
     sys.exit(reader.exit_code(result, fail_on=fail_on, require_gdrdma=require_gdrdma))
 
 
