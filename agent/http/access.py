@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agent.cluster.client import ApiError, Client, get_reason, make_path
+from agent.cluster.client import ApiError, Client, make_path
 from agent.http.worker import ProblemError
 from contracts import bounded
 from contracts.redaction import without_secrets
@@ -149,7 +149,7 @@ class TokenChecker:
             access = {**who, "nonResourceAttributes": {"path": path, "verb": verb}}
             allowed = status_of("authorization.k8s.io", "SubjectAccessReview", access).get("allowed") is True
         except ApiError as error:
-            raise ProblemError(503, f"the API server did not review the token ({get_reason(error.status)})",
+            raise ProblemError(503, f"the API server did not review the token ({error.reason})",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         if not allowed:
             return ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
@@ -200,6 +200,8 @@ def read_tokens(path: Path) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     tokens = [line for line in lines if line and not line.startswith("#")]
+    if not tokens:
+        raise ValueError(f"{path}: contains no token; allowed: one token of at least 16 characters per line")
     if any(len(token) < 16 for token in tokens):
         raise ValueError(f"{path}: a token is shorter than 16 characters")
     return tokens

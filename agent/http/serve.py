@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from agent.base import EXIT_INTERRUPTED
 from agent.base.options import command, read_snapshots
-from agent.base.output import print_text
+from agent.base.output import explain_unwritable, print_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -159,12 +159,13 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
 
 def _make_state_folder(folder: Path) -> None:
     """Create the folder given by --state or TOPOFLIGHT_STATE. If the default folder is missing, nothing is stored."""
-    if click.get_current_context().get_parameter_source("folder") is ParameterSource.DEFAULT:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
+    if click.get_current_context().get_parameter_source("folder") is not ParameterSource.DEFAULT:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
+    if folder.is_dir() and (problem := explain_unwritable(folder, folder=True)):
+        log.warning("--state: %s; posted runs and results of benchmarks will not be stored", problem)
 
 
 def build_application(state: State, options: dict[str, Any], client: Client | None = None) -> FastAPI:
