@@ -409,14 +409,15 @@ def test_torchtitan_module_sets_the_fields_that_its_version_has(fields, batch, m
     module["SelectiveAC"].Config.assert_called_once()
 
 
-@each_row(("model", "degrees", "found"), rows("torchtitan_models"))
-def test_torchtitan_is_given_the_models_that_it_has(model: str, degrees: dict, found: str) -> None:
-    """Its flavors by name; where it has none, and for a pipeline with tied embeddings, the reason."""
-    asked = replace(request(Layout(**degrees), engine="torchtitan"), model=model_named(model))
+@each_row(("name", "model", "degrees", "found"), rows("exported_models"))
+def test_a_framework_is_given_the_models_that_it_has(name: str, model: str, degrees: dict, found: str) -> None:
+    """The arguments or flavor of the model, or the reason why there are none."""
+    asked = request(Layout(**{"world_size": 8, "dp_shard": 8, **degrees}), engine=name, sequence_length=8192)
     try:
-        assert found in export("torchtitan", asked)
+        text = export(name, replace(asked, model=model_named(model)))
     except ExportError as error:
-        assert found in str(error)
+        text = str(error)
+    assert found in text
 
 
 def test_megatron_arguments() -> None:
