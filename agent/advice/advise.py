@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
-from agent.base.options import RequestError, parse_version
+from agent.base.options import RequestError, parse_version, read_snapshots
 from contracts.finding import Finding
 from contracts.job_config import ConfigError, parse_layout_text, read_mapping
 from contracts.layout import LayoutError
@@ -28,6 +28,7 @@ from planner.recommend import MeasuredStep, best_layout, frontier, plan, recomme
 from planner.stacks import exports
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
+from probes.registry import ALL
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology
@@ -48,7 +49,7 @@ _MAX_FAULTS = 4  # number of faults printed with a recommendation; `topoflight s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request: the machine and the run. Without a model, only the environment is recommended.
+    """One request: the machine, the run and the job's settings. Without a model, only the environment is recommended.
 
     User options are declared in agent/base/question.toml; its fields are members of this class or of TrainSpec.
     """
@@ -74,6 +75,8 @@ class Request:
     measured_step: tuple[str, float] | None = None  # layout as text, seconds
     shape: ModelSpec | None = None  # of the model, if read from its hub
     allow_files: bool = True  # whether `model` may be a file name; False over HTTP
+    config: Path | None = None  # YAML file with settings of the job
+    overrides: tuple[str, ...] = ()  # NAME=VALUE: settings of the job that replace those of the file
 
     @classmethod
     def of(cls, **options: Any) -> Request:
@@ -91,6 +94,14 @@ class Request:
             run["length_histogram"] = parse_histogram(options["lengths"])
         members = {field.name for field in fields(self)} & options.keys()
         return replace(self, train=replace(self.train, **run), **{name: options[name] for name in members - {"train"}})
+
+    def with_settings(self, *settings: str) -> Request:
+        """Return a copy with more settings of the job, which replace those before them."""
+        return replace(self, overrides=(*self.overrides, *settings))
+
+    def read_hosts(self) -> tuple[Snapshot, ...]:
+        """Scan this host, or read the recordings of the hosts; empty for a machine of the catalogue."""
+        return () if self.machine else read_snapshots(self.hosts, ALL, root=self.root)
 
     def model_spec(self) -> ModelSpec | None:
         """Return the requested model: a known name, or a config.json if files are allowed. Raises ModelError."""

@@ -191,19 +191,21 @@ _BAR_WIDTH = 20  # characters
 
 
 @command("compare-networks")
-def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
+def compare_networks(form: str, folder: Path, if_possible: bool, verbose: bool, **values: Any) -> None:
     """Run the job over each network, write the report, and exit with the verdict's code."""
     from agent.jobs import networks
     from agent.jobs.namespaces import HOSTS, NamespaceError
+    from agent.jobs.options import LaunchOptions
     from collectives.bench.processes import BusyError
 
-    if not options["dry_run"]:
-        require_writable("--report", options["folder"], folder=True)
-    is_local = options["api"] == "local"
-    if is_local and options["ranks"] not in (None, HOSTS):
-        raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
+    options = LaunchOptions.of(**values)
+    if not options.dry_run:
+        require_writable("--report", folder, folder=True)
+    is_local = options.api == "local"
+    if is_local and options.request.ranks_per_node not in (None, HOSTS):
+        raise click.UsageError(f"--ranks {options.request.ranks_per_node}: is {HOSTS} here, one in each namespace")
     try:
-        result = networks.compare_here(options, Progress()) if is_local else networks.compare_in_cluster(options)
+        result = networks.compare_here(options, folder) if is_local else networks.compare_in_cluster(options)
     except (NamespaceError, BusyError) as error:
         if if_possible:
             print_text(f"networks: not compared: {error}", err=True)
@@ -211,7 +213,6 @@ def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any
         raise click.ClickException(f"not compared: {error}") from None
     if result is None:
         return
-    folder: Path = options["folder"]
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("networks.svg", networks.draw_bars(result)), ("networks.json", render(result, "json"))):
         write_result(folder / name, content, label=f"--report {folder}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from agent.base import units
-from agent.base.options import NothingFitsError, RequestError, command, read_snapshots
+from agent.base.options import NothingFitsError, RequestError, command
 from agent.base.output import emit, print_notes, print_text
 from agent.base.question import most
 
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
 
 @command("recommend")
 def recommend(
-    form: str, config: Path | None, rdma: bool, tcp: bool, sweep: str | None, compare: tuple[str, str] | None,
-    explain: bool, list_exports: bool, **options: Any,
+    form: str, rdma: bool, tcp: bool, sweep: str | None, compare: tuple[str, str] | None, explain: bool,
+    list_exports: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Ask the planner and print the answer in the requested format."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, adapt_to_pods, advise, export
@@ -44,15 +43,11 @@ def recommend(
     if sweep:
         _run_sweep(request, sweep, form)
         return
-    snapshots: tuple[Snapshot, ...] = ()
-    if not request.machine:
-        from probes.registry import ALL
-
-        snapshots = read_snapshots(request.hosts, ALL, root=request.root)
+    snapshots = request.read_hosts()
     if compare:
         _compare(request, snapshots, compare, form)
         return
-    advice = advise(request, snapshots) if config is None else _advise_on_file(request, config, snapshots)
+    advice = advise(request, snapshots) if request.config is None else _advise_on_file(request, snapshots)
     if form == "k8s":
         advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
         print_notes(left_out)
@@ -71,12 +66,12 @@ def recommend(
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
-def _advise_on_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> Recommendation:
+def _advise_on_file(request: Request, snapshots: Sequence[Snapshot]) -> Recommendation:
     """Return the advice for a file of job settings, with a line that names the trainer that would run it."""
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    advice, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
+    advice, reason = choose_trainer(request, request.train.engine if typed else "auto", snapshots)
     if reason:
         print_text(reason, err=True)
     return advice

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.advice.advise import Request, advise, with_fsdp
-from agent.advice.job_settings import build_job_plan, build_job_request, build_request, estimate_grace, read_settings
+from agent.advice.job_settings import build_job_plan, build_job_request, estimate_grace, read_settings
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
@@ -86,12 +86,15 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     expected = require_expectations(options["expect"], options["expect_file"])
     needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
     before = baseline.read_baseline(options["baseline"], needs)
-    read_settings(options["config"], options["overrides"])
+    # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
+    nodes = 1 if options["train"] else None
+    request = Request.of(**{**options, "nodes": nodes}, ranks_per_node=options["ranks"])
+    read_settings(request)
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
     snapshots = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
     with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
-        report = _Stages(options, progress, snapshots, before, expected, stop).report()
+        report = _Stages(options, request, progress, snapshots, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
@@ -100,6 +103,7 @@ class _Stages:
     """Everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
 
     options: Mapping[str, Any]
+    request: Request
     progress: Progress
     snapshots: tuple[Snapshot, ...]
     before: baseline.Baseline
@@ -109,7 +113,8 @@ class _Stages:
 
     def report(self) -> Report:
         """Run all stages."""
-        options, snapshots, request = self.options, self.snapshots, self._request()
+        options, snapshots = self.options, self.snapshots
+        request = build_job_request(self.request) if options["train"] else self.request
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
@@ -188,13 +193,6 @@ class _Stages:
             self.notes.append(f"not calibrated: {error}")
             return None
 
-    def _request(self) -> Request:
-        """Return the request to the planner; a run without a named model trains the embedded job."""
-        options = self.options
-        # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
-        request = build_request({**options, "nodes": 1 if options["train"] else None})
-        return build_job_request(request, options["config"], options["overrides"]) if options["train"] else request
-
     def _run(
         self, view: View, advice: Recommendation, result: BenchResult | None
     ) -> tuple[RunRecord | None, Sequence[Finding]]:
@@ -219,7 +217,7 @@ class _Stages:
         # A new folder for every run: otherwise the job would resume, and a finished run has no steps left
         output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         try:
-            plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
+            plan = build_job_plan(advice, self.request.with_settings(f"output_dir={output}"))
             done = launch.train(
                 plan, output, timeout_seconds=options["timeout"], grace_seconds=estimate_grace(advice, None),
                 on_line=self.progress.note, stop=self.stop,

@@ -215,7 +215,7 @@ async def leave_and_stop() -> tuple[list[str], list[object]]:
         await asked.ask(Request({"type": "http"}, leaves), "left")
     while asked._process is not None:
         await asyncio.sleep(0.05)
-    asked._jobs.clear()
+    asked._questions.clear()
     await asyncio.sleep(0.05)
     gc.collect()
     waiting = [asyncio.ensure_future(asked.ask(Request({"type": "http"}, stays), name)) for name in ("one", "two")]
