@@ -216,10 +216,7 @@ def draw_pairs(result: SearchResult) -> str:
          "bad": (a, b) in links, "words": "no byte moved" if excess >= STUCK else f"{excess:+.1%} time"}
         for a, b, excess in result.pairs
     ]  # fmt: skip
-    nodes = [
-        {"name": plain.printable(result.hosts[node]), "state": result.verdicts[node].state} for node in result.drawn
-    ]
-    title = f"{summarise(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
-    return render_template(
-        __file__, "search.svg.j2", title=plain.printable(title), nodes=nodes, cells=cells, legend=COLOURS
-    )
+    verdicts, count = result.verdicts, units.count(len(result.hosts), "node")
+    nodes = [{"name": plain.printable(result.hosts[node]), "state": verdicts[node].state} for node in result.drawn]
+    title = plain.printable(f"{summarise(result)[0]}. The picture shows {len(nodes)} of {count}.")
+    return render_template(__file__, "search.svg.j2", title=title, nodes=nodes, cells=cells, legend=COLOURS)

@@ -82,7 +82,7 @@ class Ledger:
         self.proof = Proofs()
         self.variable_lines: Firsts[tuple[str, str], ProofLine] = Firsts(MAX_WRITERS)  # ("NAME=VALUE", host)
         self.hosts: Tally[str] = Tally(MAX_HOSTS)  # host: processes that were met
-        self.rank_hosts: Firsts[int, str] = Firsts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
+        self.rank_hosts: Lasts[int, str] = Lasts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
         self.marks: Firsts[str, None] = Firsts(MAX_GPUS)  # ids of communicators, and processes that make channels
         self.gpus: Firsts[tuple[str, str], str] = Firsts(MAX_GPUS)  # (host, bus id or device): process
         self.facts = nccl_messages.Facts()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, list_codes, make_problem
-from collectives.nccl_log.ledger import Ledger
+from collectives.nccl_log.ledger import Ledger, Writer
 from collectives.nccl_log.messages import Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 from hardware.units import some
@@ -110,7 +110,10 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity == "fail"]
     outcome = "finished" if ledger.facts.finished else "unknown"
     outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
-    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome)
+    named = sorted({rank for problem in (*ranked, *findings.notes) for rank in problem.ranks})
+    places = ledger.hosts_of(Writer(rank=rank) for rank in named)
+    hosts = {rank: host for rank, host in zip(named, places, strict=True) if host}
+    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome, rank_hosts=hosts)
 
 
 class _Findings:
@@ -161,8 +164,8 @@ class _Findings:
         provider = self.facts.provider or "efa"
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
-            hosts = self._find_common_end(code) if CODES[code].either_end else ()
-            self.add(code, "this host is one end of each failed connection" * bool(hosts), hosts=hosts)
+            hosts = self._find_ends(code) if CODES[code].either_end else ()
+            self.add(code, "this host is one end of each failed connection" * (len(hosts) == 1), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
             other = "slingshot_request_failed"
@@ -189,9 +192,10 @@ class _Findings:
         short = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
-    def _find_common_end(self, code: str) -> Collection[str]:
+    def _find_ends(self, code: str) -> Collection[str]:
         """Return the host, or the address, that is an end of all connections that failed, if no other can be at fault.
 
+        Of a single connection, return both ends.
         Two other hosts have such a connection by its own lines, or by theirs. In a chain of three the first may have
         ended, and the second because of it. A host that closed connections is the peer of all.
         """
@@ -207,7 +211,7 @@ class _Findings:
             peers = {peer for host, peer in ends if host == one} & hosts - {one}
             if len(writers) > 1 or (len(peers) > 1 and code != "connection_closed_by_peer"):
                 return {one}
-        return ()
+        return set(ends[0]) if len(set(ends)) == 1 and all(ends[0]) else ()
 
     def _select_lines(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""

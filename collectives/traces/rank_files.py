@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from contracts import bounded, plain
+from contracts.tables import read_table
 
 RANKS_FOLDER = "ranks"  # of a run's folder
 NAME = "state_rank_{rank}.json"
@@ -311,11 +312,7 @@ MAX_OPCODES = 2_000_000  # 2,000 calls with stacks take some 200,000; the larges
 MAX_TUPLES = MAX_CALLS  # hashing deeply nested tuples overflows the stack of the process
 MAX_SECONDS = 20.0  # of CPU; what is allowed above takes some 4
 _LOOK = 4096  # opcodes between two readings of the clock
-_PLAIN = (  # noqa: SIM905 - a list of 40 quoted words takes three times the lines
-    "PROTO FRAME STOP MARK POP NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE"
-    " SHORT_BINUNICODE BINUNICODE8 BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES EMPTY_LIST EMPTY_DICT EMPTY_TUPLE"
-    " TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS BINGET LONG_BINGET BINPUT LONG_BINPUT MEMOIZE"
-).split()
+_PLAIN = read_table(__file__, "texts.toml")["pickle"]["opcodes"].split()
 
 
 class _PlainUnpickler(pickle.Unpickler):
