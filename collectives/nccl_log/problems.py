@@ -257,7 +257,8 @@ class _Findings:
         others_work = self.inter.startswith("IB") and len(refused) >= self.ledger.host_count()
         fails = [code for code, row in self.problems.items() if row.severity == "fail" and self.ledger.attempts]
         mild = {code: self.ledger.outlived(code, before_nccl=True) for code in fails}  # of an attempt before the last
-        mild |= {"libibverbs_missing": self.inter and self._note_several()[1], "ibv_open_device_failed": others_work}
+        is_unsure = bool(self.inter and self._note_several()[1])
+        mild |= {"libibverbs_missing": is_unsure, "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
         for code in [code for kind in _NOTES for code in self.problems if CODES[code].note == kind]:
