@@ -21,19 +21,19 @@ SIZES: dict[str, int] = {"B": 1} | {
 }  # fmt: skip
 """Units of bytes by their spelling: Ki and KiB are 1024, K and KB are 1000 (IEC 80000-13; Kubernetes quantities)."""
 _SIZES_BY_LOWER = {unit.lower(): scale for unit, scale in SIZES.items()}
-_COUNTED = {"fail": ("failed",) * 2, "warn": ("warning",), "unknown": ("unknown",) * 2, "pass": ("passed",) * 2}
-"""Words for the results of a gate, worst first; with a plural if it has no "s"."""
+_COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
 
 
-def count(number: int, singular: str, plural: str = "") -> str:
+def count(number: int, noun: str) -> str:
     """Format a number with its noun: "1 check", "2 checks"."""
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+    return f"{number} {noun if number == 1 else noun + 's'}"
 
 
 def tally(counts: Mapping[str, int]) -> str:
     """Format the counts of a gate, worst first, without zeros: "1 failed, 2 warnings, 121 passed"."""
-    counted = [(number, words) for status, words in _COUNTED.items() if (number := counts.get(status, 0))]
-    return ", ".join(count(number, *words) for number, words in counted)
+    counted = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
+    texts = [count(number, word) if word == "warning" else f"{number} {word}" for number, word in counted if number]
+    return ", ".join(texts)
 
 
 def rest(word: str, counts: Mapping[str, int]) -> str:

@@ -82,7 +82,7 @@ class Ledger:
         self.proof = Proofs()
         self.variable_lines: Firsts[tuple[str, str], ProofLine] = Firsts(MAX_WRITERS)  # ("NAME=VALUE", host)
         self.hosts: Tally[str] = Tally(MAX_HOSTS)  # host: processes that were met
-        self.rank_hosts: Lasts[int, str] = Lasts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
+        self.rank_hosts: Firsts[tuple[int, str], None] = Firsts(MAX_WRITERS)  # in lines that are not NCCL's
         self.marks: Firsts[str, None] = Firsts(MAX_GPUS)  # ids of communicators, and processes that make channels
         self.gpus: Firsts[tuple[str, str], str] = Firsts(MAX_GPUS)  # (host, bus id or device): process
         self.facts = nccl_messages.Facts()
@@ -147,8 +147,11 @@ class Ledger:
 
     def hosts_of(self, writers: Iterable[Writer]) -> list[str]:
         """Return the hosts of the processes. Where their lines name only a rank, others may name its host."""
-        hosts = self.rank_hosts | {rank: host for rank, (host, _) in self.facts.rank_places.items()}
-        return [writer.host or hosts.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
+        hosts: dict[int | None, str] = {}
+        for rank, host in self.rank_hosts:  # a rank that was started again on another host has none
+            hosts[rank] = "" if rank in hosts else host
+        hosts |= {rank: host for rank, (host, _) in self.facts.rank_places.items()}
+        return [writer.host or hosts.get(writer.rank, "") for writer in writers]
 
     def ranks_on(self, hosts: Collection[str]) -> tuple[int, ...]:
         """Return the ranks of the processes of these hosts."""

@@ -259,7 +259,7 @@ class Reader:
             writer = Writer(self._tasks.get(task[1], ""), rank=writer.rank)
         self.ledger.writer = writer
         if writer.host and writer.rank is not None:
-            self.ledger.rank_hosts.add(writer.rank, writer.host)
+            self.ledger.rank_hosts.add((writer.rank, writer.host), None)
         if has_header:
             self._meet_process(line)
             self.ledger.began.add(self.file, self.ledger.lines)
