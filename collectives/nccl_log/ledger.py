@@ -97,16 +97,13 @@ class Ledger:
 
         The end that one file states counts for files that state none. Two steps are no proof: ranks that wait for a
         failed one may still report them. With ``before_nccl`` the code must also come before NCCL's first line, or
-        before torchrun started its ranks again, in the file that states the end: then it is of an earlier step.
+        before torchrun started its ranks again: then it is of an earlier step or attempt.
         """
         rows = [(file, row) for (other, file), row in self.last_lines.items() if other == code]
-        if before_nccl:
-            ends, starts = self.ended, self.began | self.attempts
-            return bool(rows) and all(row < min(ends.get(file, 0), starts.get(file, 0)) for file, row in rows)
         unstated = float("inf") if self.facts.finished else 0
-        return bool(rows) and all(
-            row < max(self.ended.get(file, unstated), self.steps.get(file, (0,))[0]) for file, row in rows
-        )
+        ends = {file: max(self.ended.get(file, unstated), self.steps.get(file, (0,))[0]) for file, _ in rows}
+        starts = self.began | self.attempts if before_nccl else ends
+        return bool(rows) and all(row < min(ends[file], starts.get(file, 0)) for file, row in rows)
 
     # --- hosts and ranks
 
