@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +28,7 @@ from collectives.nccl_log.transport import Evidence
 from collectives.search.plan import SearchResult
 from contracts.run_record import Communication, RunRecord, compare
 from contracts.tables import read_table
-from probes.api import Failed, Metric, Ok
+from probes.api import Failed, Metric, Ok, make_metric
 from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL
@@ -38,7 +40,8 @@ MAX_TRANSPORTS = 16
 MAX_COLLECTIVES = 16  # kinds of collectives in a step
 
 TABLE = read_table(__file__, "metrics.toml")  # dashboards/generate.py reads what it says about labels
-OWN: tuple[Metric, ...] = tuple(Metric(**{**row, "labels": tuple(row.get("labels", ()))}) for row in TABLE["metrics"])
+OWN: tuple[Metric, ...] = tuple(make_metric(row["name"], row) for row in TABLE["metrics"])
+_RUN_FACTS = {row["name"]: attrgetter(row["fact"]) for row in TABLE["metrics"] if "fact" in row}
 CATALOGUE: tuple[Metric, ...] = (*OWN, *(metric for probe in ALL for metric in probe.metrics))
 
 
@@ -91,9 +94,9 @@ def list_agent_values(view: View) -> Iterator[tuple[str, Values]]:
         if view.bench.evidence is not None:
             yield from _list_evidence_values(view.bench.evidence)
     if view.search is not None:
-        yield from _search_values(view.search)
+        yield from _list_search_values(view.search)
     if view.runs:
-        yield from _run_values(view)
+        yield from _list_run_values(view)
 
 
 def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
@@ -101,7 +104,7 @@ def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
     outcomes = snapshot.outcomes.items()
     yield "scan_timestamp_seconds", [((), snapshot.taken_at_seconds)]
     yield "hosts", [((), 1.0)]
-    yield "fact_timestamp_seconds", list(_list_fact_times(view))
+    yield "fact_timestamp_seconds", _list_fact_times(view)
     yield "probe_success", [((name,), float(not isinstance(outcome, Failed))) for name, outcome in outcomes]
     yield "probe_duration_seconds", [((name,), float(getattr(outcome, "seconds", 0.0))) for name, outcome in outcomes]
     bad = ("warn", "fail")  # only these have a label for their subject, which alerts use
@@ -124,20 +127,18 @@ def _list_scan_values(view: View) -> Iterator[tuple[str, Values]]:
     yield "gate_status", [((word,), float(view.verdict.word == word)) for word in STATUSES if word != "info"]
 
 
-def _list_fact_times(view: View) -> Iterator[tuple[tuple[str, ...], float]]:
+def _list_fact_times(view: View) -> Values:
     """Return the time of each probe's facts; a failed probe has no fact and therefore no time."""
     (snapshot,) = view.snapshots
-    times = {
-        name: snapshot.taken_at_seconds for name, found in snapshot.outcomes.items() if not isinstance(found, Failed)
-    }
+    answered = (name for name, outcome in snapshot.outcomes.items() if not isinstance(outcome, Failed))
+    times = dict.fromkeys(answered, snapshot.taken_at_seconds)
     if view.bench is not None:
         times["bench"] = view.bench.started_at_seconds + view.bench.seconds
     if view.search is not None:
         times["search"] = view.search.began + view.search.seconds
     if view.runs and (ended := parse_time(view.runs[0].ended_at or view.runs[0].started_at)):
         times["run"] = ended
-    for name, seconds in times.items():
-        yield (name,), seconds
+    return [((name,), seconds) for name, seconds in times.items()]
 
 
 def _list_link_values(node: NodeTopology) -> Iterator[tuple[str, Values]]:
@@ -168,22 +169,16 @@ def _list_bench_values(result: BenchResult) -> Iterator[tuple[str, Values]]:
     verified = [m for m in result.measurements if m.verified]
     sizes = sorted({m.bytes for m in verified})[-MAX_SIZES:]
     # if several groups measured one size, the slowest counts, because a job waits for it
-    slowest = {
-        (m.op, str(m.bytes)): m
-        for m in sorted(verified, key=lambda m: m.busbw_bytes_per_second, reverse=True)
-        if m.bytes in sizes
-    }
+    largest = (m for m in verified if m.bytes in sizes)
+    fastest_first = sorted(largest, key=lambda m: m.busbw_bytes_per_second, reverse=True)
+    slowest = {(m.op, str(m.bytes)): m for m in fastest_first}
     is_complete = result.complete and bool(verified) and len(verified) == len(result.measurements)
     yield "bench_success", [((), float(is_complete))]
     yield "bench_busbw_bytes_per_second", [(k, m.busbw_bytes_per_second) for k, m in slowest.items()]
-    yield (
-        "bench_expected_busbw_bytes_per_second",
-        [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)],
-    )
-    lowest: Values = [
-        (k, low) for k, m in slowest.items() if is_judged_result(m) and (low := find_least_bandwidth(m)) is not None
-    ]
-    yield "bench_least_busbw_bytes_per_second", lowest
+    expected: Values = [(k, v) for k, m in slowest.items() if (v := m.expected_busbw_bytes_per_second)]
+    yield "bench_expected_busbw_bytes_per_second", expected
+    lowest = {k: find_least_bandwidth(m) for k, m in slowest.items() if is_judged_result(m)}
+    yield "bench_least_busbw_bytes_per_second", [(k, low) for k, low in lowest.items() if low is not None]
     yield "bench_slow_ranks", [((), float(len(result.stragglers)))]
     latest = sorted(result.stragglers, key=lambda s: s.late_seconds, reverse=True)[:MAX_RANKS]
     yield "bench_rank_late_seconds", list({(str(s.rank),): s.late_seconds for s in latest}.items())
@@ -200,7 +195,7 @@ def _list_evidence_values(log: Evidence) -> Iterator[tuple[str, Values]]:
     yield "log_problems", [(key, float(count)) for key, count in problems.items()]
 
 
-def _search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
+def _list_search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
     count = Counter(verdict.state for verdict in result.verdicts)
     yield "search_nodes", [((state,), float(count[state])) for state in ("good", "bad", "not judged")]
     yield "search_bad_links", [((), float(len(result.links)))]
@@ -208,22 +203,14 @@ def _search_values(result: SearchResult) -> Iterator[tuple[str, Values]]:
         yield "search_visible_loss_ratio", [((), result.visible_loss)]
 
 
-def _run_values(view: View) -> Iterator[tuple[str, Values]]:
+def _list_run_values(view: View) -> Iterator[tuple[str, Values]]:
     ends = Counter(record.status for record in view.runs)
     yield "runs", [((status,), float(count)) for status, count in ends.most_common(8)]
     last = view.runs[0]
-    measured, communication = last.measured, last.communication or Communication()
+    communication = last.communication or Communication()
     yield "run_success", [((), float(last.status == "complete"))]
-    for name, number in (
-        ("run_steps", last.steps_done),
-        ("run_step_seconds", measured.step_seconds),
-        ("run_memory_bytes", measured.memory_bytes),
-        ("run_tokens_per_second", measured.tokens_per_second),
-        ("run_mfu_ratio", measured.mfu),
-        ("run_communication_ratio", communication.share),
-        ("run_exposed_communication_ratio", communication.exposed_share),
-    ):
-        if number is not None:
+    for name, get_fact in _RUN_FACTS.items():
+        if (number := get_fact(replace(last, communication=communication))) is not None:
             yield name, [((), float(number))]
     yield "run_forecast_step_seconds", _list_bounds(last, "step_seconds")
     yield "run_forecast_memory_bytes", _list_bounds(last, "memory_bytes")

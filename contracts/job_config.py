@@ -19,7 +19,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from contracts import bounded, plain, trl
 from contracts.finding import Interval
@@ -113,8 +113,21 @@ class JobConfig:
             raise ConfigError("; ".join(wrong))
 
 
-def read_config(path: Path | None, overrides: Sequence[str] = ()) -> tuple[JobConfig, dict[str, Any], list[str]]:
-    """Read the YAML and apply `key=value` overrides. Returns the config, the settings that were set, and notes."""
+_TYPES = typing.get_type_hints(JobConfig)
+
+
+class JobSettings(NamedTuple):
+    """The settings of a job as they were read."""
+
+    config: JobConfig
+    explicit: dict[str, Any]  # settings that were set, by current name
+    notes: list[str]  # on renamed options and on options without effect
+    only_trl: list[str]  # settings that only TRL's trainer has, with their values; `config` omits them
+    raw: Mapping[str, Any]  # the mapping that was read
+
+
+def read_config(path: Path | None, overrides: Sequence[str] = ()) -> JobSettings:
+    """Read the settings of the built-in trainer from the YAML, with `key=value` overrides applied."""
     return parse_config(with_overrides(read_file(path or DEFAULT_CONFIG), overrides))
 
 
@@ -122,20 +135,19 @@ def read_file(path: Path) -> dict[str, Any]:
     """Read the settings, with the content of files that a setting names in place of their path."""
     raw = read_mapping(path, once=True)
     for name in trl.FILES:
-        model = raw.get(name)
-        if isinstance(model, str) and model and (inner := _find_file(path, model)):
+        if inner := _find_file(path, raw.get(name)):
             raw[name] = read_mapping(inner, once=True)
-    template = raw.get("chat_template_path")
-    template_path = _find_file(path, template) if isinstance(template, str) else None
-    if template_path is not None and template_path.suffix in (".jinja", ".jinja2", ".j2"):
+    template = _find_file(path, raw.get("chat_template_path"))
+    if template is not None and template.suffix in (".jinja", ".jinja2", ".j2"):
         del raw["chat_template_path"]
-        raw["chat_template"] = _text(template_path)
+        raw["chat_template"] = _text(template)
     return raw
 
 
-def _find_file(path: Path, file: str) -> Path | None:
+def _find_file(path: Path, value: object) -> Path | None:
     """Find a file that a setting names, relative to the working directory (as transformers) or to the settings file."""
-    return next((candidate for candidate in (Path(file), path.parent / file) if os.path.isfile(candidate)), None)
+    candidates = (Path(value), path.parent / value) if isinstance(value, str) and value else ()
+    return next((candidate for candidate in candidates if os.path.isfile(candidate)), None)
 
 
 def with_overrides(raw: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:
@@ -193,26 +205,20 @@ def parse_mapping(text: str, source: object, *, once: bool = False) -> dict[str,
     return data
 
 
-def parse_config(
-    raw: Mapping[str, Any], only_trl: dict[str, None] | None = None
-) -> tuple[JobConfig, dict[str, Any], list[str]]:
-    """Convert a mapping to the config, the settings that were set explicitly, and notes on renamed or unused options.
+def parse_config(raw: Mapping[str, Any], *, by_trl: bool = False) -> JobSettings:
+    """Convert a mapping to the settings of the built-in trainer or, if `by_trl` is set, of TRL's trainer.
 
-    Raises ConfigError, which names every wrong setting with its value and the allowed values. If `only_trl` is given,
-    errors about settings that only TRL's trainer accepts are added to it instead, and the config omits those settings.
+    Raises ConfigError, which names every wrong setting with its value and the allowed values.
     """
-    notes: dict[str, None] = {}
-    of_trl: dict[str, None] = {}  # options that TRL's trainer uses and the built-in trainer ignores: no note
-    note, own_note = notes.setdefault, (notes if only_trl is None else of_trl).setdefault
-    refused: dict[str, None] = {}
+    notes, refused = dict[str, None](), dict[str, None]()
+    only_trl: dict[str, None] = {} if by_trl else refused  # an error for the built-in trainer
+    own_notes: dict[str, None] = {} if by_trl else notes  # TRL's trainer uses some options that ours ignores: no note
 
     def attempt(parse: typing.Callable[..., Any], *arguments: Any) -> Any:
         try:
             return parse(*arguments)
-        except trl.OnlyTrlError as error:
-            (refused if only_trl is None else only_trl)[str(error)] = None
         except ConfigError as error:
-            refused[str(error)] = None
+            (only_trl if isinstance(error, trl.OnlyTrlError) else refused)[str(error)] = None
 
     flat = trl.flatten(raw, refused.setdefault)
     values: dict[str, Any] = {}
@@ -222,7 +228,7 @@ def parse_config(
     settings = known_settings()
     unlisted = [name for name in flat if name not in settings and not name.startswith("model_init_kwargs.")]
     if ignored := [name for name in unlisted if name.startswith("deepspeed.")]:
-        note(f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(ignored)}")
+        notes[f"no effect, because these concern only DeepSpeed's own buffers and logs: {', '.join(ignored)}"] = None
     if unknown := [name for name in unlisted if name not in ignored]:
         methods = trl.option_names()["of_trl"]["methods"]
         if found := {word: methods[word] for n in unknown for word in (n, f"{n}={raw.get(n)}") if word in methods}:
@@ -235,24 +241,24 @@ def parse_config(
         attempt(trl.set_switch, member, flat, layout)
     of_sharding: dict[str, dict[str, Any]] = {"fsdp": {}, "deepspeed": {}}
     for label in trl.sort_options({name: value for name, value in flat.items() if name not in unlisted}):
-        name, value = attempt(trl.translate, label, flat[label], note) or ("", None)
+        name, value = attempt(trl.translate, label, flat[label], notes.setdefault) or ("", None)
         if name in trl.option_names()["of_fsdp"]:
             of_sharding["deepspeed" if name.startswith("deepspeed") else "fsdp"][name] = value
         elif name:
-            attempt(_read, name, value, label, values, layout, own_note)
+            attempt(_read, name, value, label, values, layout, own_notes.setdefault)
     for options in of_sharding.values():  # they set the degrees that the options before them leave open
-        attempt(trl.set_sharding, flat, options, layout, note)
+        attempt(trl.set_sharding, flat, options, layout, notes.setdefault)
     if layout:
         values["layout"] = attempt(_parse_layout, layout, "layout") or {}
     config = attempt(lambda: JobConfig(**values))
     if refused:
         raise ConfigError("; ".join(refused))
-    return config, values, list(notes)
+    return JobSettings(config, values, list(notes), list(only_trl), raw)
 
 
 def _read(name: str, value: Any, label: str, values: dict[str, Any], layout: dict[str, Any], note: trl.Note) -> None:
     """Convert one setting of the file to a config or layout value; `label` is its name in the file."""
-    names, kind = trl.option_names(), _types().get(name)
+    names, kind = trl.option_names(), _TYPES.get(name)
     if any(name in row["options"] for row in names["switch"].values()):
         return
     if name in names["in_layout"]:
@@ -339,12 +345,7 @@ def known_settings() -> frozenset[str]:
     names = trl.option_names()
     tables = [names[table] for table in ("renamed", "in_layout", "no_effect", "only", "of_fsdp", "nested")]
     switches = [row["options"] for row in names["switch"].values()]
-    return frozenset(itertools.chain(_types(), *tables, *switches))
-
-
-@functools.cache
-def _types() -> dict[str, Any]:
-    return typing.get_type_hints(JobConfig)
+    return frozenset(itertools.chain(_TYPES, *tables, *switches))
 
 
 def _convert(name: str, value: Any, kind: Any, *, refusal: type[ConfigError] = ConfigError, **limits: float) -> Any:
@@ -426,13 +427,13 @@ def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
         if plan.schema_version != PLAN_VERSION:
             raise ConfigError(f"schema_version={plan.schema_version!r}: this release reads {PLAN_VERSION}")
         raw = with_overrides(read_mapping(DEFAULT_CONFIG) if settings is None else settings, overrides)
-        config, _, notes = parse_config(raw, None if of_trl is None else {})
+        parsed = parse_config(raw, by_trl=of_trl is not None)
         return replace(
             plan,
-            config=config,
+            config=parsed.config,
             trl=None if of_trl is None else trl.make_trl_settings(with_overrides(of_trl, overrides), {}),
             layout=None if layout is None else parse_layout(layout, "layout"),
-            notes=tuple(dict.fromkeys([*plan.notes, *notes])),
+            notes=tuple(dict.fromkeys([*plan.notes, *parsed.notes])),
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"plan {path}: {error}") from None
@@ -441,8 +442,8 @@ def read_plan(path: Path, overrides: Sequence[str] = ()) -> JobPlan:
 def choose_plan(plan: Path | None, config: Path | None, overrides: Sequence[str] = ()) -> tuple[JobPlan, JobConfig]:
     """Return the plan and its settings, read from plan.json or created from a settings file. Raises ConfigError."""
     if plan is None:
-        job_config, _, notes = read_config(config, overrides)
-        return JobPlan(config=job_config, notes=tuple(notes)), job_config
+        settings = read_config(config, overrides)
+        return JobPlan(config=settings.config, notes=tuple(settings.notes)), settings.config
     if config is not None:
         raise ConfigError(f"--config {config}: the plan holds the settings; use only one of --plan and --config")
     job_plan = read_plan(plan, overrides)

@@ -37,20 +37,20 @@ def loads(text: str | bytes, *, unknown_numbers: bool = False) -> Any:
         return value if abs(value := float(word)) < LARGEST_DECIMAL else refused(word)
 
     try:
-        found = json.loads(text, parse_int=whole, parse_float=decimal, parse_constant=refused)
+        document = json.loads(text, parse_int=whole, parse_float=decimal, parse_constant=refused)
     except RecursionError:
         raise PlainError(f"nested more than {DEEPEST} levels deep") from None
     except PlainError:
         raise
     except ValueError as error:
         raise PlainError(f"not JSON: {error}" if text.strip() else "it is empty") from None
-    _check_depth(found)
+    _check_depth(document)
     if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
         try:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(document, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise PlainError("a text contains half of a surrogate pair") from None
-    return found
+    return document
 
 
 def _require_type(kind: type, allowed: Any) -> Callable[[Any, type], Any]:

@@ -29,10 +29,10 @@ MAX_RECORD_BYTES = 16 << 20  # a run of 100 000 steps takes 2 MB
 # Matches one rank in torchrun's failure report (torch/distributed/elastic/multiprocessing/errors/__init__.py)
 _FAILED_RANK = re.compile(
     r"(?m)^(?:.*?time +: (\d{4}-\S{1,20})\n)?(?:.*?host +: (\S{1,253})\n)?.{0,400}?rank +: (\d{1,7}) [^\n]*+"
-    r"(?:\n.*?exitcode +: (-?\d{1,7}) (?:\(pid: (\d{1,9})\))?|\s*\Z)"
+    r"(?:\n.*?exitcode +: (-?\d{1,7}) (?:\(pid: (\d{1,9})\))?.*+((?:\n(?!.*(?:time|rank) +: |.*====).*+)*+)|\s*\Z)"
 )
-# Matches the last line of a rank's Python traceback; torchrun's own error only says that a rank failed.
-_RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w+(?:Error|Exception)\b(?<!ChildFailedError).*)$", re.MULTILINE)
+# The last line of a rank's Python traceback, which torchrun indents. Its own error only says that a rank failed.
+_RAISED = re.compile(r"(?m)^(?:\[[^\]\n]{1,200}\]:? ?)? {0,2}([\w.]+(?:Error|Exception)\b(?<!ChildFailedError).*)$")
 
 
 class RecordError(ValueError):
@@ -255,6 +255,7 @@ class FailedRank(NamedTuple):
     at: str = ""  # when torchrun noticed it, by its clock, in whole seconds
     host: str = ""
     pid: int | None = None
+    error: str = ""  # last line of its traceback, where the program is decorated with torchrun's `record`
 
     @property
     def signal(self) -> str:
@@ -269,8 +270,8 @@ class FailedRank(NamedTuple):
 
 def failed_ranks(log: str) -> list[FailedRank]:
     """Return the ranks listed in torchrun's failure report at the end of its log."""
-    return [FailedRank(int(rank), int(code) if code else None, moment, host, int(pid) if pid else None)
-            for moment, host, rank, code, pid in _FAILED_RANK.findall(log)]  # fmt: skip
+    return [FailedRank(int(rank), int(code) if code else None, moment, host, int(pid) if pid else None, raised(below))
+            for moment, host, rank, code, pid, below in _FAILED_RANK.findall(log)]  # fmt: skip
 
 
 def find_first_failed(log: str) -> FailedRank | None:
@@ -284,8 +285,7 @@ def find_first_failed(log: str) -> FailedRank | None:
 
 def raised(log: str) -> str:
     """Return the last line of a rank's last traceback, with secrets removed; "" if there is no traceback."""
-    errors = _RAISED.findall(log)
-    return redact(errors[-1])[:300] if errors else ""
+    return redact("".join(_RAISED.findall(log)[-1:]))[:300]
 
 
 def read_since(path: Path, began: float) -> RunRecord | None:
@@ -336,9 +336,9 @@ def watched(folder: Path) -> str:
     return f"why: {line}"[:500] if state not in ("", "fine") else ""
 
 
-def timestamp() -> str:
-    """Return the current time in UTC as RFC 3339."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def timestamp(seconds: float | None = None) -> str:
+    """Return a Unix time, by default the current one, in UTC as RFC 3339."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def save(path: Path, record: RunRecord) -> None:

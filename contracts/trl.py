@@ -8,7 +8,7 @@ field, or a note reports that it has no effect, or it is rejected with the allow
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from contracts.layout import Layout
@@ -73,14 +73,13 @@ def flag(name: str, value: Any) -> bool | None:
     return switch
 
 
-def hint(name: str, settings: Iterable[str]) -> str:
+def hint(name: str, settings: Collection[str]) -> str:
     """Return in brackets the name that another trainer's option has here, or known names: all, or only similar ones."""
     if here := option_names()["elsewhere"].get(name):
         return f" (here it is {here})"
-    names = [*settings]
-    if close := difflib.get_close_matches(name, names, n=3):
+    if close := difflib.get_close_matches(name, settings, n=3):
         return f" (close: {', '.join(close)})"
-    return f" (known: {', '.join(names)})" if 0 < len(names) <= MAX_LISTED else ""
+    return f" (known: {', '.join(settings)})" if 0 < len(settings) <= MAX_LISTED else ""
 
 
 def require(name: str, value: Any, row: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ NODE_PAGE = "/cluster{{with $labels.node}}?node={{.|urlquery}}{{end}}"  # on any
 # The label `node` is set by the scraper (PodMonitor). Without it, the node is named by the agent's address.
 NODE = "{{ with $labels.node }}{{ . }}{{ else }}{{ $labels.instance }}{{ end }}"
 HOST = {"instance": "10.0.0.7:9402", "job": "topoflight", "node": "node-a"}  # labels of the host in the promtool tests
-JOB_RUNS = "on (job, instance, node, gpu) topoflight_gpu_processes > 0"
+JOB_RUNS = "on (cluster, job, instance, node, gpu) topoflight_gpu_processes > 0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ def make_finding_alert(
     return Alert(
         name=name,
         # The label `severity` of the finding would overwrite that of the alert, so it is renamed to `outcome`.
-        expr="max by (job, instance, node, code, outcome, subject) "
+        expr="max by (cluster, job, instance, node, code, outcome, subject) "
         f'(label_replace({finding}{{code{"!~" if unlike else "=~"}"{codes}",severity=~"{severities}"}}, '
         '"outcome", "$1", "severity", "(.*)")) > 0',
         severity=severity,

@@ -527,7 +527,7 @@ def main() -> None:
     """Measure. Errors go to stderr: rows of this host end with WRONG_ROWS, what cannot be had with exit code 1."""
     config = JobConfig()
     try:
-        config = parse_config(json.load(sys.stdin))[0]
+        config = parse_config(json.load(sys.stdin)).config
         sys.stdout.write(json.dumps(measure_lengths(config)) + "\n")
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

@@ -69,6 +69,11 @@ class Metric:
         return f"topoflight_{self.name}"
 
 
+def make_metric(name: str, row: Mapping[str, Any]) -> Metric:
+    """Create the family of a row of `metrics.toml`."""
+    return Metric(name=name, help=row["help"], labels=tuple(row.get("labels", ())), kind=row.get("kind", "gauge"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One value of a metric family; label values are in the order of the family's labels."""
@@ -78,7 +83,7 @@ class Sample:
     labels: tuple[str, ...] = ()
 
 
-def sample_known(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...] = ()) -> Iterator[Sample]:
+def sample_known(values: Iterable[tuple[str, float | None]], labels: tuple[str, ...]) -> Iterator[Sample]:
     """Yield a sample, with these labels, for each metric whose value is known."""
     for metric, value in values:
         if value is not None:
@@ -160,10 +165,7 @@ def probe_of(module: str, source: Source[F], check: Callable[[F], Iterable[Findi
     """
     codes = list_codes(read_table(module, "findings.toml"))
     rows = read_table(module, "metrics.toml") if "samples" in members else {}
-    metrics = tuple(
-        Metric(name=name, help=row["help"], labels=tuple(row.get("labels", ())), kind=row.get("kind", "gauge"))
-        for name, row in rows.items()
-    )
+    metrics = tuple(make_metric(name, row) for name, row in rows.items())
     return Probe(
         name=source.name, facts=source.facts, timeout_seconds=source.timeout_seconds,
         check=check, codes=codes, metrics=metrics, **members,

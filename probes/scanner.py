@@ -38,22 +38,22 @@ _END_SECONDS = 0.05  # while waiting for the child, check this often whether the
 _OWN_FILE = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")  # these paths name another file in the child process
 
 
-class WorkerError(Exception):
+class ProbeProcessError(Exception):
     """The child did not answer; the message describes what happened."""
 
 
-class HangError(WorkerError):
+class HangError(ProbeProcessError):
     """The child did not answer in time."""
 
 
-class EndedError(WorkerError):
+class ScanEndedError(ProbeProcessError):
     """The scan was ended before the child answered."""
 
 
-class Worker:
+class ProbeProcess:
     """A child process and the pipe to it. With an empty `root` the child only replays recordings.
 
-    If `is_ended` returns true while this process waits for the child, EndedError is raised shortly afterwards.
+    If `is_ended` returns true while this process waits for the child, ScanEndedError is raised shortly afterwards.
     """
 
     def __init__(self, root: str, is_ended: Callable[[], bool]) -> None:
@@ -64,7 +64,7 @@ class Worker:
         try:
             self._call_file = os.memfd_create("topoflight-driver-call")
         except OSError as error:  # out of file descriptors
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
+            raise ProbeProcessError(f"{type(error).__name__}: {error}") from None
 
         def start() -> None:
             """Start the child in a thread that lives as long as the child; the kernel kills the child with it."""
@@ -85,30 +85,30 @@ class Worker:
             self.process = started.result()
         except (OSError, RuntimeError) as error:  # out of processes, threads, memory or file descriptors
             os.close(self._call_file)
-            raise WorkerError(f"{type(error).__name__}: {error}") from None
+            raise ProbeProcessError(f"{type(error).__name__}: {error}") from None
         self._requests = 0
         self._buffer = bytearray()
         try:
             if self._receive(time.monotonic() + START_SECONDS) != {"ready": True}:
-                raise WorkerError("the probe process did not say that it is ready")
-        except WorkerError:
+                raise ProbeProcessError("the probe process did not say that it is ready")
+        except ProbeProcessError:
             self.kill()
             raise
 
     def request(self, **request: Json) -> None:
-        """Send a request; call `answer` to receive its answers. Raises WorkerError."""
+        """Send a request; call `answer` to receive its answers. Raises ProbeProcessError."""
         self._requests += 1
         assert self.process.stdin is not None  # noqa: S101 - opened above
         try:
             self.process.stdin.write(json.dumps({"id": self._requests, **request}).encode() + b"\n")
         except BrokenPipeError:
-            raise WorkerError(self._describe_exit()) from None
+            raise ProbeProcessError(self._describe_exit()) from None
 
     def answer(self, seconds: float) -> dict[str, Json]:
-        """Receive the next answer to the last request. Raises WorkerError."""
+        """Receive the next answer to the last request. Raises ProbeProcessError."""
         answer = self._receive(time.monotonic() + seconds)
         if not isinstance(answer, dict) or answer.get("id") != self._requests:
-            raise WorkerError("the probe process sent an answer to another request")
+            raise ProbeProcessError("the probe process sent an answer to another request")
         return answer
 
     def _receive(self, deadline: float) -> Json:
@@ -118,7 +118,7 @@ class Worker:
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
         while (end := self._buffer.find(b"\n")) < 0:
             if self.is_ended():
-                raise EndedError("the scan was ended")
+                raise ScanEndedError("the scan was ended")
             left = deadline - time.monotonic()
             if not poll.poll(max(0.0, min(left, _END_SECONDS)) * 1000):
                 if left > _END_SECONDS:
@@ -126,16 +126,16 @@ class Worker:
                 raise HangError(f"no answer after {time.monotonic() - started:.1f} s")
             chunk = os.read(descriptor, 1 << 20)
             if not chunk:
-                raise WorkerError(self._describe_exit())
+                raise ProbeProcessError(self._describe_exit())
             self._buffer += chunk
             if len(self._buffer) > ANSWER_LIMIT_BYTES:
-                raise WorkerError(f"the probe process answered more than {ANSWER_LIMIT_BYTES >> 20} MiB")
+                raise ProbeProcessError(f"the probe process answered more than {ANSWER_LIMIT_BYTES >> 20} MiB")
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         try:
             return json.loads(line)
         except (ValueError, RecursionError):
-            raise WorkerError("the probe process answered something that is not JSON") from None
+            raise ProbeProcessError("the probe process answered something that is not JSON") from None
 
     def _describe_exit(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,10 +187,10 @@ class Scanner:
         self._root = str(Path(root).resolve())
         self._probes = tuple(probes)
         self._timeout_seconds = timeout_seconds
-        self._worker: Worker | None = None
+        self._child: ProbeProcess | None = None
         self._retry_seconds = retry_seconds
         self._resting: dict[str, tuple[str, float]] = {}  # probe -> (error, time.monotonic of next attempt)
-        self._lingering: list[tuple[str, Worker]] = []  # (probe, child) for children that hang in the kernel
+        self._lingering: list[tuple[str, ProbeProcess]] = []  # (probe, child) for children that hang in the kernel
         self._stop = stop or threading.Event()
         self._closing = False
         self._start_error: str | None = None  # of the current scan: probes do not all wait for the same failure
@@ -199,8 +199,8 @@ class Scanner:
 
     def start(self) -> None:
         """Start the child before the first scan. If that fails, the scan reports the error."""
-        with self._lock, contextlib.suppress(WorkerError):
-            self._start_worker()
+        with self._lock, contextlib.suppress(ProbeProcessError):
+            self._start_child()
 
     def scan(self, answers: dict[str, dict[str, Json]] | None = None) -> Snapshot:
         """Run every probe. A probe that hangs, crashes or sends invalid data is `Failed`; others are unaffected.
@@ -221,13 +221,13 @@ class Scanner:
     @property
     def child_pid(self) -> int | None:
         """The process id of the child; None if it is not running."""
-        return self._worker.process.pid if self._worker else None
+        return self._child.process.pid if self._child else None
 
     def close(self) -> None:
         """Stop the child; a scan in progress ends too."""
         self._closing = True
         with self._lock:
-            self._drop_worker()
+            self._drop_child()
             self._closing = False
 
     def __enter__(self) -> Scanner:
@@ -238,62 +238,59 @@ class Scanner:
 
     def _run_probe(self, probe: Source[Any], answers: dict[str, dict[str, Json]] | None) -> Outcome:
         start = time.perf_counter()
-        stuck = next(
-            (w.process for name, w in self._lingering if name == probe.name and w.process.poll() is None), None
-        )
-        if stuck is not None:  # a new child would hang in the kernel as well
-            return Failed(
-                error=f"not read again: process {stuck.pid} still hangs in the kernel while it reads this probe"
-            )
+        hanging = [old.process for name, old in self._lingering if name == probe.name and old.process.poll() is None]
+        if hanging:  # a new child would hang in the kernel as well
+            text = f"process {hanging[0].pid} still hangs in the kernel while it reads this probe"
+            return Failed(error=f"not read again: {text}")
         error, until = self._resting.get(probe.name, ("", 0.0))
         if time.monotonic() < until:
             return Failed(error=error)
-        worker: Worker | None = None
+        child: ProbeProcess | None = None
         try:
-            worker = self._start_worker()
-            worker.request(probe=probe.name, record=answers is not None, begin=self._begin)
+            child = self._start_child()
+            child.request(probe=probe.name, record=answers is not None, begin=self._begin)
             self._begin = False
-            answer = worker.answer(self._timeout_seconds or probe.timeout_seconds)
+            answer = child.answer(self._timeout_seconds or probe.timeout_seconds)
             outcome = outcome_from_json(probe, answer.get("outcome"))
             if answers is not None:
                 for method, answered in answer["answers"].items():
                     _merge(answers.setdefault(method, {}), answered)
             return outcome
-        except (WorkerError, OutcomeError) as caught:
-            error_text = self._describe_failure(probe.name, caught, worker.driver_call() if worker else "")
-            self._drop_worker(probe.name)
+        except (ProbeProcessError, OutcomeError) as caught:
+            error_text = self._describe_failure(probe.name, caught, child.driver_call() if child else "")
+            self._drop_child(probe.name)
             return Failed(error=error_text, seconds=time.perf_counter() - start)
 
     def _describe_failure(self, probe: str, error: Exception, call: str) -> str:
         """Return a failed probe's error. If a driver call hung or crashed, the next attempt is delayed."""
-        if isinstance(error, EndedError) or not (call or isinstance(error, HangError)):
+        if isinstance(error, ScanEndedError) or not (call or isinstance(error, HangError)):
             return str(error)
         in_call = f" in {call}" if call else ""
         message = f"{error}{in_call}; the next attempt is made after {self._retry_seconds / 60:.0f} minutes"
         self._resting[probe] = message, time.monotonic() + self._retry_seconds
         return message
 
-    def _start_worker(self) -> Worker:
+    def _start_child(self) -> ProbeProcess:
         if self._start_error is not None:
-            raise WorkerError(self._start_error)
+            raise ProbeProcessError(self._start_error)
         if self._is_ended():
-            raise EndedError("the scan was ended")
-        if self._worker is None:
+            raise ScanEndedError("the scan was ended")
+        if self._child is None:
             try:
-                self._worker = Worker(self._root, self._is_ended)
-            except WorkerError as error:
+                self._child = ProbeProcess(self._root, self._is_ended)
+            except ProbeProcessError as error:
                 self._start_error = f"the probe process does not start: {error}"
-                raise WorkerError(self._start_error) from None
-        return self._worker
+                raise ProbeProcessError(self._start_error) from None
+        return self._child
 
     def _is_ended(self) -> bool:
         return self._closing or self._stop.is_set()
 
-    def _drop_worker(self, probe_name: str = "") -> None:
+    def _drop_child(self, probe_name: str = "") -> None:
         """Kill the child, and check whether children that could not be killed before have ended."""
-        worker, self._worker = self._worker, None
-        if worker is not None and not worker.kill():
-            self._lingering.append((probe_name, worker))
+        child, self._child = self._child, None
+        if child is not None and not child.kill():
+            self._lingering.append((probe_name, child))
         self._lingering = [(name, old) for name, old in self._lingering if old.process.poll() is None]
 
 
@@ -334,7 +331,7 @@ def _format_section(answers: dict[str, Json]) -> str:
 # Replays of recordings
 
 _replaying = threading.Lock()
-_replayers: dict[int, Worker] = {}  # pid of this process -> child that replays recordings
+_replayers: dict[int, ProbeProcess] = {}  # pid of this process -> child that replays recordings
 
 
 def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> tuple[Snapshot, ...]:
@@ -349,24 +346,24 @@ def replay(path: Path, probes: Probes, stop: threading.Event | None = None) -> t
     request = {"recording": name, "folder": folder, "probes": [probe.name for probe in probes]}
     is_ended = (stop or threading.Event()).is_set
     with _replaying:
-        worker = _replayers.pop(os.getpid(), None)
+        child = _replayers.pop(os.getpid(), None)
         try:
-            if worker is not None and worker.process.poll() is not None:
-                worker.kill()
-                worker = None
-            worker = worker or Worker("", is_ended)
-            worker.is_ended = is_ended
-            worker.request(**request)
-            while "outcomes" in (answer := worker.answer(REPLAY_SECONDS)):
+            if child is not None and child.process.poll() is not None:
+                child.kill()
+                child = None
+            child = child or ProbeProcess("", is_ended)
+            child.is_ended = is_ended
+            child.request(**request)
+            while "outcomes" in (answer := child.answer(REPLAY_SECONDS)):
                 snapshots.append(from_json(answer, probes))
-            _replayers[os.getpid()] = worker
-        except EndedError:
+            _replayers[os.getpid()] = child
+        except ScanEndedError:
             return tuple(snapshots)
-        except WorkerError as error:
+        except ProbeProcessError as error:
             raise RecordingError(f"{path}: {error}") from None
         finally:
-            if worker is not None and os.getpid() not in _replayers:
-                worker.kill()
+            if child is not None and os.getpid() not in _replayers:
+                child.kill()
     if "error" in answer:
         raise RecordingError(answer["error"].replace(name, str(path)))
     return tuple(snapshots)

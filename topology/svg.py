@@ -29,6 +29,7 @@ Status = Callable[[Iterable[str | None]], str]
 
 
 CELL, GAP = 100, 20  # width of a device's column, and space between columns; svg.j2 has the heights
+_MAX_LETTERS = 14  # of a name in a box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,19 +117,19 @@ def summary(node: NodeTopology) -> str:
 
 
 def _list_devices(node: NodeTopology, status: Status | None = None) -> list[Box]:
-    labels, made, worst = label_columns(node), [], status or (lambda _: "")
+    labels, boxes, worst = label_columns(node), [], status or (lambda _: "")
     for gpu in node.gpus:
         model = re.sub(r"^(NVIDIA|Tesla|GeForce|AMD)\s+|\s+HBM\w*$", "", gpu.model or "GPU")
         wrong = "fail" if not gpu.usable else worst((gpu.name, gpu.bus_id, gpu.uuid))
         about = f"{gpu.name}: {gpu.model or 'model unknown'} at {gpu.bus_id or 'an unknown address'}"
-        made.append(Box(part=gpu, label=gpu.name, line=_cut(model), about=about, numa=gpu.numa_node, status=wrong))
+        boxes.append(Box(part=gpu, label=gpu.name, line=_cut(model), about=about, numa=gpu.numa_node, status=wrong))
     for nic in node.nics:
         wrong = worst((nic.name, nic.netdev, nic.bus_id)) or ("warn" if nic.active is False else "")
         speed = "down" if nic.active is False else bits(nic.rate_bytes_per_second)
         about = f"{nic.name} ({labels[nic.name]}): {nic.kind} {nic.link_layer or ''} at {nic.bus_id or '?'}, {speed}"
         line, numa = _describe_nic(nic, speed), _guess_numa(nic, node)
-        made.append(Box(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=wrong))
-    return made
+        boxes.append(Box(part=nic, label=_cut(nic.name), line=line, about=about, numa=numa, status=wrong))
+    return boxes
 
 
 def _describe_nic(nic: NicNode, speed: str) -> str:
@@ -191,11 +192,11 @@ def _place_links(node: NodeTopology, spots: Mapping[str, float]) -> list[Drawn]:
     In a bar, a GPU with fewer links than the others shows its count.
     """
     placed: list[Drawn] = []
-    known, y = Pairs(node.pairs), 0.0
+    matrix, y = Pairs(node.pairs), 0.0
     for island in node.islands:
         end, stubs, arcs = y, [], []
         if island.all_to_all and len(island.gpus) > 2:
-            counts = {a: max(known.nvlinks(a, b) for b in island.gpus if b != a) for a in island.gpus}
+            counts = {a: max(matrix.nvlinks(a, b) for b in island.gpus if b != a) for a in island.gpus}
             highest = max(counts.values())
             stubs = [(spots[name], f"! NV{count}" if count < highest else "") for name, count in counts.items()]
         else:
@@ -225,6 +226,6 @@ def _classify(label: str) -> str:
     return word if word in ("pix", "pxb", "phb", "node", "sys") else "host"
 
 
-def _cut(text: str, limit: int = 14) -> str:
+def _cut(text: str) -> str:
     """Truncate a name to fit its box; the box's title has the full name."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _MAX_LETTERS else text[: _MAX_LETTERS - 1] + "…"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.base import units
-from agent.base.options import RequestError, parse_version
+from agent.base.options import RequestError, parse_version, read_snapshots
 from contracts.finding import Finding
 from contracts.job_config import ConfigError, parse_layout_text, read_mapping
 from contracts.layout import LayoutError
@@ -28,6 +28,7 @@ from planner.recommend import MeasuredStep, best_layout, frontier, plan, recomme
 from planner.stacks import exports
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
+from probes.registry import ALL
 from topology.build import build
 from topology.cluster import join
 from topology.graph import ClusterTopology
@@ -48,7 +49,7 @@ _MAX_FAULTS = 4  # number of faults printed with a recommendation; `topoflight s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request: the machine and the run. Without a model, only the environment is recommended.
+    """One request: the machine, the run and the job's settings. Without a model, only the environment is recommended.
 
     User options are declared in agent/base/question.toml; its fields are members of this class or of TrainSpec.
     """
@@ -64,7 +65,7 @@ class Request:
     tokens: int | None = None  # of the whole run, alternative to steps
     epochs: float | None = None  # of the whole run, alternative to steps: passes over the rows
     rows: int | None = None  # in the data set
-    unmeasured: str = ""  # why the data set's rows were not measured
+    unmeasured: str = ""  # reason that the data set's rows were not measured; empty if they were
     price: str | None = None  # per node-hour: a number, or a YAML file with a number for each machine
     hours: float | None = None  # duration of the whole run; gives the number of steps
     ranks_per_node: int | None = None
@@ -74,6 +75,8 @@ class Request:
     measured_step: tuple[str, float] | None = None  # layout as text, seconds
     shape: ModelSpec | None = None  # of the model, if read from its hub
     allow_files: bool = True  # whether `model` may be a file name; False over HTTP
+    config: Path | None = None  # YAML file with settings of the job
+    overrides: tuple[str, ...] = ()  # NAME=VALUE: settings of the job that replace those of the file
 
     @classmethod
     def of(cls, **options: Any) -> Request:
@@ -91,6 +94,14 @@ class Request:
             run["length_histogram"] = parse_histogram(options["lengths"])
         members = {field.name for field in fields(self)} & options.keys()
         return replace(self, train=replace(self.train, **run), **{name: options[name] for name in members - {"train"}})
+
+    def with_settings(self, *settings: str) -> Request:
+        """Return a copy with more settings of the job, which replace those before them."""
+        return replace(self, overrides=(*self.overrides, *settings))
+
+    def read_hosts(self) -> tuple[Snapshot, ...]:
+        """Scan this host, or read the recordings of the hosts; empty for a machine of the catalogue."""
+        return () if self.machine else read_snapshots(self.hosts, ALL, root=self.root)
 
     def model_spec(self) -> ModelSpec | None:
         """Return the requested model: a known name, or a config.json if files are allowed. Raises ModelError."""
@@ -263,9 +274,8 @@ def _count_steps(request: Request, ranked: RankedLayout) -> int | None:
     if request.epochs is None or (rows is None and request.unmeasured):
         return train.steps
     if rows is None:
-        raise RequestError(
-            "epochs: the number of rows is unknown; give rows or lengths, or a data set in the file of --config"
-        )
+        hint = "give rows or lengths, or a data set in the file of --config"
+        raise RequestError(f"epochs: the number of rows is unknown; {hint}")
     if train.packing and train.length_histogram:  # several rows are packed into one sequence
         rows = math.ceil(rows * mean_length(train.length_histogram, train.sequence_length) / train.sequence_length)
     per_epoch = max(1, math.ceil(rows / ranked.layout.global_batch))  # the last batch contains the remaining rows
@@ -459,29 +469,31 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
 POD_ROLES = {"pod-default", "secondary", "loopback"}  # roles of interfaces in a pod's network namespace
 
 
-def adapt_to_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
+def adapt_to_pods(
+    advice: Recommendation, snapshots: Sequence[Snapshot], *, here: bool
+) -> tuple[Recommendation, list[str]]:
     """Adapt the settings to a pod's network namespace: use its interface names and GIDs, or omit the setting.
 
     An interface is named only if the record of an agent in the pod network shows it under that name. A GID index refers
-    to the GID table that the pod sees. `here` means that `found` is the machine this process runs on.
+    to the GID table that the pod sees. `here` means that the only snapshot is of the machine this process runs on.
     """
     roles: dict[str, set[str]] = {}
     if not here or os.environ.get("KUBERNETES_SERVICE_HOST"):
-        for snapshot in found:
+        for snapshot in snapshots:
             facts = snapshot.facts(InterfacesFacts)
             for link in facts.interfaces if facts else ():
                 roles.setdefault(link.name, set()).add(link.role)
     inside = {name for name, its_roles in roles.items() if its_roles <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
-    hosts = "this machine" if here else ", ".join(snapshot.hostname for snapshot in found[:2])
+    source = "this machine" if here else ", ".join(snapshot.hostname for snapshot in snapshots[:2])
     settings, notes = [], []
     for setting in advice.settings:
         wrong = ""
         if setting.name.endswith("_SOCKET_IFNAME"):
             names = [name for name in setting.value.lstrip("^=").split(",") if name not in inside]
-            wrong = f"{', '.join(names)} is an interface of {hosts}, and pods have their own" if names else ""
+            wrong = f"{', '.join(names)} is an interface of {source}, and pods have their own" if names else ""
         elif setting.name == "NCCL_IB_GID_INDEX" and not secondary:
-            wrong = f"it is an index into the GID table of {hosts}, and a pod sees another table"
+            wrong = f"it is an index into the GID table of {source}, and a pod sees another table"
         elif setting.name.endswith("_FILE") and setting.value.startswith("/"):
             needed = "is a file of the node's image; the pod's image must have it too"
             notes.append(f"{setting.name}={setting.value} {needed}")
@@ -496,6 +508,7 @@ def adapt_to_pods(advice: Recommendation, found: Sequence[Snapshot], *, here: bo
 # The same job on other machines, node counts and networks.
 
 MAX_POINTS = 64
+ASSUMED_TOKENS = 1e9  # of a run without a budget
 WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
                   "steps", "price")  # fmt: skip
 """The fields of a question that the what-if page asks for."""
@@ -529,9 +542,6 @@ def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierP
         raise RequestError(str(error)) from None
 
 
-PER_TOKENS = 1e9
-
-
 def count_tokens(request: Request, train: TrainSpec) -> float:
     """Return the number of tokens of the whole run without padding; one billion if the request has no budget."""
     histogram = train.length_histogram
@@ -542,4 +552,4 @@ def count_tokens(request: Request, train: TrainSpec) -> float:
         return request.epochs * rows * mean
     if train.steps is not None:
         return train.steps * (train.global_batch or 1) * mean
-    return PER_TOKENS
+    return ASSUMED_TOKENS

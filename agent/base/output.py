@@ -36,9 +36,8 @@ def render_template(module: str, name: str, **values: Any) -> str:
     """Render a template in the folder of a module (its `__file__`); values are escaped for XML."""
     from jinja2 import Environment, FileSystemLoader
 
-    templates = Environment(
-        loader=FileSystemLoader(Path(module).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    loader = FileSystemLoader(Path(module).parent)
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return templates.get_template(name).render(**values) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Format bytes, rates and seconds for people: decimal units for rates, binary units for memory."""
+"""Format bytes, rates, times and counts for people, and parse sizes. Rates have decimal units, memory binary ones."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ _SIZES_BY_LOWER = {unit.lower(): scale for unit, scale in SIZES.items()}
 _COUNTED = {"fail": "failed", "warn": "warning", "unknown": "unknown", "pass": "passed"}  # worst first
 
 
-def count(number: int, singular: str, plural: str = "") -> str:
+def count(number: int, noun: str) -> str:
     """Format a number with its noun: "1 check", "2 checks"."""
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+    return f"{number} {noun if number == 1 else noun + 's'}"
 
 
 def tally(counts: Mapping[str, int]) -> str:
     """Format the counts of a gate, worst first, without zeros: "1 failed, 2 warnings, 121 passed"."""
     counted = [(counts.get(status, 0), word) for status, word in _COUNTED.items()]
-    return ", ".join(
-        count(number, word, "warnings" if word == "warning" else word) for number, word in counted if number
-    )
+    texts = [count(number, word) if word == "warning" else f"{number} {word}" for number, word in counted if number]
+    return ", ".join(texts)
 
 
 def rest(word: str, counts: Mapping[str, int]) -> str:

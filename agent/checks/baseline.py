@@ -151,10 +151,9 @@ def compare_with_baseline(checks: Iterable[Finding], baseline: Mapping[Key, Stat
 
 def make_baseline_bar(rate: float, *more: str) -> Bar:
     """Return the bar for a baseline value, in bytes/s."""
-    reasons = (f"the baseline measured {units.rate(rate)}", f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}")
-    return Bar(
-        name=BASELINE, low=BASELINE_LEAST * rate, typical=rate, high=rate / BASELINE_LEAST, why=(*reasons, *more)
-    )  # fmt: skip
+    spread = f"runs of one machine lie within {1 - BASELINE_LEAST:.0%}"
+    reasons = (f"the baseline measured {units.rate(rate)}", spread, *more)
+    return Bar(name=BASELINE, low=BASELINE_LEAST * rate, typical=rate, high=rate / BASELINE_LEAST, why=reasons)
 
 
 def add_baseline_bars(result: BenchResult, before: Mapping[tuple[str, int, int, str], float]) -> BenchResult:

@@ -114,9 +114,7 @@ class History:
         if previous:
             differ = compare(previous, steady, same_host=True)
             # If an object is first seen because its probe or driver now answers, it has not appeared.
-            answers = any(
-                each.subject.startswith("probe ") or (each.subject, each.what) == ("driver", "error") for each in differ
-            )
+            answers = any(d.subject.startswith("probe ") or (d.subject, d.what) == ("driver", "error") for d in differ)
             for difference in differ:
                 part = _classify_change(difference)
                 kind = "version" if part not in ("", "hardware") else "changed"

@@ -214,9 +214,8 @@ def _check_evidence(result: BenchResult, snapshots: Sequence[Snapshot], node: st
         return list(make_unmeasured(("evidence.gdrdma.off", "evidence.log.problem"), reason))
     sent, received = log.send, log.receive
     noun = "channel" if max(sent.total, received.total) == 1 else "channels"
-    counts_seen = [
-        f"{word} {side.gdrdma}/{side.total}" for word, side in (("send", sent), ("receive", received)) if side.total
-    ]
+    sides = (("send", sent), ("receive", received))
+    counts_seen = [f"{word} {side.gdrdma}/{side.total}" for word, side in sides if side.total]
     could = is_gdrdma_possible(snapshots)
     status = {"on": Status.PASS, "none": Status.UNKNOWN}.get(log.gdrdma, Status.FAIL if could else Status.INFO)
     gdrdma = make_finding(

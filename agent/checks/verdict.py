@@ -97,10 +97,10 @@ def judge(checks: Iterable[Finding], *, fail_on: FailOn = "fail", stopped: str =
         return verdict("warn", code, prefix + units.count(listed["warn"], "warning"))
     if not results[Status.PASS] and not results[Status.INFO]:  # no check, no node, or only unknowns
         return verdict("unknown", EXIT_UNKNOWN, "nothing was measured")
-    left = f"; {units.count(listed['unknown'], 'check')} could not run" if listed["unknown"] else ""
-    known = sum(check.message.startswith(IN_BASELINE) for check in results[Status.INFO])
-    found = f"no new problems; {units.count(known, 'problem')} of the baseline remain" if known else "no problems found"
-    return verdict("pass", EXIT_PASS, f"{prefix}{found}{left}")
+    unrun = f"; {units.count(listed['unknown'], 'check')} could not run" if listed["unknown"] else ""
+    old = sum(check.message.startswith(IN_BASELINE) for check in results[Status.INFO])
+    summary = f"no new problems; {units.count(old, 'problem')} of the baseline remain" if old else "no problems found"
+    return verdict("pass", EXIT_PASS, f"{prefix}{summary}{unrun}")
 
 
 def describe_unchecked_gpus(checks: Iterable[Finding]) -> str:

@@ -104,7 +104,7 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
 
 def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
     """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
-    facts = [(snapshot.hostname, found) for snapshot in snapshots if (found := snapshot.facts(GpuFacts)) is not None]
+    facts = [(snapshot.hostname, gpus) for snapshot in snapshots if (gpus := snapshot.facts(GpuFacts)) is not None]
     full = {(node, name_subject(gpu)) for node, gpu_facts in facts for gpu in gpu_facts.gpus if is_full(gpu)}
     return tuple(
         replace(check, status=Status.FAIL, remedy=FREE_MEMORY)

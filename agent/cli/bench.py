@@ -109,11 +109,11 @@ def _bench_rdma(options: Mapping[str, Any], form: str, save: Path | None, baseli
     return EXIT_PASS if well and result.complete else EXIT_FAILED
 
 
-def _find_causes(found: Snapshot) -> list[Finding]:
+def _find_causes(host: Snapshot) -> list[Finding]:
     """Return findings of this host's scan that prevent RDMA."""
     from agent.checks.host_checks import check_snapshot
 
-    return [c for c in check_snapshot(found) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))]
+    return [c for c in check_snapshot(host) if c.status == "fail" and c.code.startswith(("rdma.", "limits.memlock"))]
 
 
 def _choose_exit_code(result: BenchResult, well: bool) -> int:
@@ -191,33 +191,34 @@ _BAR_WIDTH = 20  # characters
 
 
 @command("compare-networks")
-def compare_networks(form: str, if_possible: bool, verbose: bool, **options: Any) -> None:
+def compare_networks(form: str, folder: Path, if_possible: bool, verbose: bool, **values: Any) -> None:
     """Run the job over each network, write the report, and exit with the verdict's code."""
     from agent.jobs import networks
     from agent.jobs.namespaces import HOSTS, NamespaceError
+    from agent.jobs.options import LaunchOptions
     from collectives.bench.processes import BusyError
 
-    if not options["dry_run"]:
-        require_writable("--report", options["folder"], folder=True)
-    is_local = options["api"] == "local"
-    if is_local and options["ranks"] not in (None, HOSTS):
-        raise click.UsageError(f"--ranks {options['ranks']}: is {HOSTS} here, one in each namespace")
+    options = LaunchOptions.of(**values)
+    if not options.dry_run:
+        require_writable("--report", folder, folder=True)
+    is_local = options.api == "local"
+    if is_local and options.request.ranks_per_node not in (None, HOSTS):
+        raise click.UsageError(f"--ranks {options.request.ranks_per_node}: is {HOSTS} here, one in each namespace")
     try:
-        found = networks.compare_here(options, Progress()) if is_local else networks.compare_in_cluster(options)
+        result = networks.compare_here(options, folder) if is_local else networks.compare_in_cluster(options)
     except (NamespaceError, BusyError) as error:
         if if_possible:
             print_text(f"networks: not compared: {error}", err=True)
             return
         raise click.ClickException(f"not compared: {error}") from None
-    if found is None:
+    if result is None:
         return
-    folder: Path = options["folder"]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("networks.svg", networks.draw_bars(found)), ("networks.json", render(found, "json"))):
+    for name, content in (("networks.svg", networks.draw_bars(result)), ("networks.json", render(result, "json"))):
         write_result(folder / name, content, label=f"--report {folder}")
-    emit(found, form, lambda out: show_networks(out, found, verbose=verbose))
+    emit(result, form, lambda out: show_networks(out, result, verbose=verbose))
     print_text(f"report: {folder / 'networks.svg'}, {folder / 'networks.json'}", err=True)
-    sys.exit(found.exit_code)
+    sys.exit(result.exit_code)
 
 
 def show_networks(out: Console, comparison: NetworkBars, *, verbose: bool = False) -> None:
@@ -245,12 +246,12 @@ def show_networks(out: Console, comparison: NetworkBars, *, verbose: bool = Fals
             out.print(escape(line), highlight=False)
 
 
-def _describe_networks(found: NetworkBars, *, verbose: bool) -> str:
+def _describe_networks(networks: NetworkBars, *, verbose: bool) -> str:
     """Return the verdict: the fastest network, and the recommended action."""
-    ran = sorted((bar for bar in found.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
-    wrong = [f"{bar.network} {bar.status}" for bar in found.bars if bar.status not in ("measured", "not available")]
+    ran = sorted((bar for bar in networks.bars if bar.step_seconds), key=lambda bar: bar.step_seconds or 0.0)
+    wrong = [f"{bar.network} {bar.status}" for bar in networks.bars if bar.status not in ("measured", "not available")]
     if wrong:
-        mark = "✗" if found.exit_code == EXIT_FAILED else "?"
+        mark = "✗" if networks.exit_code == EXIT_FAILED else "?"
         return f"{mark} not every network was measured: {', '.join(wrong)} → see the reasons below"
     if len(ran) < 2:
         return f"? {len(ran)} network ran: nothing to compare → add another with --over"

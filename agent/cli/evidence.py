@@ -1,8 +1,9 @@
-"""The verb evidence."""
+"""The verb evidence: print what NCCL's logs prove about transports, and the problems in them with their remedies."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import click
@@ -10,6 +11,7 @@ import click
 from agent.base import units
 from agent.base.options import InputError, command
 from agent.base.output import emit
+from contracts import plain
 from contracts.host_list import list_names
 from contracts.tables import read_table
 
@@ -31,7 +33,8 @@ def evidence(
         result = reader.read_files(source or ("-",))
     except OSError as error:
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
-    emit(reader.to_json(result), form, lambda out: print_evidence(out, result, verbose=verbose))
+    document = {**plain.write(result), "exit_code": reader.exit_code(result)}
+    emit(document, form, lambda out: print_evidence(out, result, verbose=verbose))
     sys.exit(reader.exit_code(result, fail_on=fail_on, require_gdrdma=require_gdrdma))
 
 
@@ -61,49 +64,9 @@ def print_evidence(out: Console, result: Evidence, *, verbose: bool = False) -> 
     from rich.markup import escape
 
     from agent.base.lines import print_indented, print_problem, print_properties
-    from collectives.nccl_log.transport import rank_words
 
     _print_verdict(out, result)
-    ways = (("send", result.send), ("receive", result.receive))
-    directions = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
-    hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
-    noun = "channel" if max(result.send.total, result.receive.total) == 1 else "channels"
-    counts = f"{directions} {noun}{hidden}" if directions else "no channel seen"
-    rows = [
-        ("library", f"{result.library} {(result.nccl_version or 'version unknown').removeprefix('RCCL ')}"),
-        ("between nodes", result.inter_node_transport or "none seen"),
-        ("within a node", result.intra_node_transport or "none seen"),
-        ("GPUDirect RDMA", f"{'no evidence' if result.gdrdma == 'none' else result.gdrdma}: {counts}"),
-    ]
-    if result.missing_ranks:
-        rows.append(("ranks", f"{result.ranks}, no line of {rank_words(result.missing_ranks)}"))
-    if result.undirected.total:
-        total = units.count(result.undirected.total, "channel")
-        rows.append(("", f"{result.undirected.gdrdma}/{total} of unnamed direction"))
-    if result.transports:
-        each = ", ".join(f"{number} via {name}" for name, number in sorted(result.transports.items()))
-        rows.append(("channels", each))
-    hosts: dict[str, list[str]] = {}  # grouped by what the log says about them
-    for host, networks in result.by_host.items():
-        for network, way in networks.items():
-            rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
-            family = "NET" if f"NET/{network}" in result.transports else "COLLNET"
-            hosts.setdefault(f"{way.total} via {family}/{network}{rdma}", []).append(host)
-    rows += [("", f"{list_names(names)}: {text}{' each' * (len(names) > 1)}") for text, names in hosts.items()]
-    rows.append(("NVLS", _NVLINK_WORDS[result.nvls_use]))
-    if result.mnnvl_use not in ("unknown", "off"):
-        clique = f", a clique of {result.mnnvl_clique} GPUs" if result.mnnvl_clique else ""
-        rows.append(("NVLink between nodes", _NVLINK_WORDS[result.mnnvl_use] + clique))
-    rows.append(("end of the job", _OUTCOMES[result.outcome]))
-    for number, run in enumerate(result.runs, 1):
-        joined = f"between nodes {run.inter_node_transport or 'none seen'}, GPUDirect RDMA {run.gdrdma}"
-        rows.append((f"run {number}", f"from {run.first.place}: {joined}, {_OUTCOMES[run.outcome]}"))
-    if result.torn_lines:
-        rows.append(("torn lines", f"{result.torn_lines}, counted as neither on nor off"))
-    if verbose:
-        rows += [("GPU to NIC", path) for path in result.gdr_paths[:4]]
-        rows += [("note", f"{note.code}: {note.message}") for note in result.notes[:6]]
-    print_properties(out, rows)
+    print_properties(out, _list_properties(result, verbose=verbose))
     for problem in result.problems:
         times = f" (x {problem.count})" if problem.count > 1 else ""
         place = f" on {problem.place}" if problem.place else ""
@@ -115,3 +78,46 @@ def print_evidence(out: Console, result: Evidence, *, verbose: bool = False) -> 
         out.print("[bold]Proof[/bold]")
     for line in result.proof[:8] if verbose else ():
         print_indented(out, f"[dim]{escape(f'{line.place}: {line.text}')}[/dim] · {escape(line.proves)}", 2)
+
+
+def _list_properties(result: Evidence, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Return what the log says about the library, the transports and the end of the job: names and texts."""
+    from collectives.nccl_log.transport import rank_words
+
+    ways = (("send", result.send), ("receive", result.receive))
+    directions = ", ".join(f"{name} {way.gdrdma}/{way.total}" for name, way in ways if way.total)
+    hidden = "".join(f", {name} none seen" for name, way in ways if not way.total)
+    noun = "channel" if max(result.send.total, result.receive.total) == 1 else "channels"
+    counts = f"{directions} {noun}{hidden}" if directions else "no channel seen"
+    yield "library", f"{result.library} {(result.nccl_version or 'version unknown').removeprefix('RCCL ')}"
+    yield "between nodes", result.inter_node_transport or "none seen"
+    yield "within a node", result.intra_node_transport or "none seen"
+    yield "GPUDirect RDMA", f"{'no evidence' if result.gdrdma == 'none' else result.gdrdma}: {counts}"
+    if result.missing_ranks:
+        yield "ranks", f"{result.ranks}, no line of {rank_words(result.missing_ranks)}"
+    if result.undirected.total:
+        total = units.count(result.undirected.total, "channel")
+        yield "", f"{result.undirected.gdrdma}/{total} of unnamed direction"
+    if result.transports:
+        yield "channels", ", ".join(f"{number} via {name}" for name, number in sorted(result.transports.items()))
+    hosts: dict[str, list[str]] = {}  # grouped by what the log says about them
+    for host, networks in result.by_host.items():
+        for network, way in networks.items():
+            rdma = "" if network == "Socket" else f", {way.gdrdma} with GPUDirect RDMA"
+            family = "NET" if f"NET/{network}" in result.transports else "COLLNET"
+            hosts.setdefault(f"{way.total} via {family}/{network}{rdma}", []).append(host)
+    for text, names in hosts.items():
+        yield "", f"{list_names(names)}: {text}{' each' * (len(names) > 1)}"
+    yield "NVLS", _NVLINK_WORDS[result.nvls_use]
+    if result.mnnvl_use not in ("unknown", "off"):
+        clique = f", a clique of {result.mnnvl_clique} GPUs" if result.mnnvl_clique else ""
+        yield "NVLink between nodes", _NVLINK_WORDS[result.mnnvl_use] + clique
+    yield "end of the job", _OUTCOMES[result.outcome]
+    for number, run in enumerate(result.runs, 1):
+        joined = f"between nodes {run.inter_node_transport or 'none seen'}, GPUDirect RDMA {run.gdrdma}"
+        yield f"run {number}", f"from {run.first.place}: {joined}, {_OUTCOMES[run.outcome]}"
+    if result.torn_lines:
+        yield "torn lines", f"{result.torn_lines}, counted as neither on nor off"
+    if verbose:
+        yield from (("GPU to NIC", path) for path in result.gdr_paths[:4])
+        yield from (("note", f"{note.code}: {note.message}") for note in result.notes[:6])

@@ -30,6 +30,7 @@ from contracts import plain
 
 if TYPE_CHECKING:
     from agent.jobs.launch import FinishedJob
+    from agent.jobs.options import LaunchOptions
     from contracts.finding import Finding
     from contracts.job_config import JobPlan
     from contracts.run_record import RunRecord
@@ -41,30 +42,26 @@ _MANIFEST_BYTES = 1 << 20
 
 @command("launch")
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
-def launch(
-    folder: Path | None, timeout: float, dry_run: bool, form: str | None, script: Path | None,
-    arguments: tuple[str, ...], **options: Any,
-) -> None:  # fmt: skip
+def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **values: Any) -> None:
     """Choose the layout, then launch on this host, on Slurm or on a Kubernetes cluster."""
     from agent.advice import job_settings
     from agent.advice.advise import with_fsdp
+    from agent.jobs.options import LaunchOptions
     from agent.terminal.advice import list_layout_properties, print_rejected
     from planner.recommend import ROWS
-    from probes.registry import ALL
 
-    if options["api"] == "slurm" and form == "json":
+    options = LaunchOptions.of(**values)
+    request = options.request
+    if options.api == "slurm" and options.form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
-    dry_form = (form or "yaml") if dry_run else None
     if script is not None:
-        _launch_script(script, arguments, folder or Path("script-output"), timeout, dry_form, options)
+        _launch_script(script, arguments, options)
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
-    snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
-    request = job_settings.build_request(options | {"nodes": options["nodes"] or max(1, len(options["hosts"]))})
-    advice, reason = job_settings.choose_trainer(
-        request, options["config"], options["overrides"], options["trainer"], snapshots
-    )
+    snapshots = request.read_hosts()
+    request = replace(request, nodes=options.nodes or max(1, len(request.hosts)))
+    advice, reason = job_settings.choose_trainer(request, trainer, snapshots)
     advice = with_fsdp(advice)
     print_notes(line for line in advice.unknowns if line.startswith(ROWS))
     if advice.chosen is None:
@@ -72,91 +69,79 @@ def launch(
         raise NothingFitsError("; ".join(filter(None, (job_settings.describe_refusal(advice), reason))))
     if reason:
         print_text(reason, err=True)
-    if not options["over"] and advice.total_seconds is not None:  # its duration is known
+    if not options.over and advice.total_seconds is not None:  # its duration is known
         for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
-    if folder is None:  # the output folder of the job's settings
-        folder = Path(job_settings.read_explicit_settings(advice, options).get("output_dir", "finetune-output"))
-    if options["api"] == "slurm":
-        _launch_on_slurm(advice, snapshots, folder, dry_form, options)
-    elif options["api"] != "local":
-        _launch_on_cluster(advice, snapshots, dry_form, options)
+    explicit = job_settings.read_explicit_settings(advice, request)
+    folder = options.folder or Path(explicit.get("output_dir", "finetune-output"))
+    if options.api == "slurm":
+        _submit_script(advice, snapshots, folder, options)
+    elif options.api != "local":
+        _launch_on_cluster(advice, snapshots, options)
     else:
-        _launch_locally(advice, snapshots, folder, timeout, dry_form, options)
+        _launch_here(advice, snapshots, folder, options)
 
 
-def _launch_on_cluster(
-    advice: Recommendation, snapshots: Sequence[Snapshot], form: str | None, options: dict[str, Any]
-) -> None:
-    """Print the job in `form`, or create it if `form` is None."""
+def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], options: LaunchOptions) -> None:
+    """Create the job, or print it with --dry-run."""
     from agent.advice.advise import adapt_to_pods
-    from agent.advice.job_settings import describe_grace
+    from agent.advice.job_plan import describe_grace
+    from agent.cluster.client import connect
     from agent.jobs import cluster_job
     from planner.kubernetes import networks
     from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents
 
     cluster_job.refuse_untrainable(advice, options)
     # without --host this machine was scanned: a pod of the node, or the administrator's machine
-    advice, left_out = adapt_to_pods(advice, snapshots, here=not options["hosts"] and not options["machine"])
+    advice, left_out = adapt_to_pods(advice, snapshots, here=not options.request.hosts and not options.request.machine)
     advice = cluster_job.add_rails(advice, options, snapshots)
-    if options["no_compute_domain"]:
+    if options.no_compute_domain:
         advice = cluster_job.without_compute_domain(advice)
     spec = cluster_job.build_spec(advice, options)
     plan = cluster_job.build_plan(advice, options, snapshots)
-    job_documents = cluster_job.build_documents(spec, options["api"], plan)
+    job_documents = cluster_job.build_documents(spec, options.api, plan)
     documents = (*cluster_job.build_claim(options), *job_documents)
-    if options["with_network"]:
-        network = networks.from_snapshots(snapshots, namespace=spec.namespace, host_mofed=options["host_mofed"])
+    if options.with_network:
+        network = networks.from_snapshots(snapshots, namespace=spec.namespace, host_mofed=options.host_mofed)
         documents = (*networks.network(network), *documents)
-    of_network = cluster_job.list_network_warnings(snapshots, options["host_mofed"]) if options["with_network"] else ()
-    notice = describe_grace(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options["storage_rate"])
+    of_network = cluster_job.list_network_warnings(snapshots, options.host_mofed) if options.with_network else ()
+    notice = describe_grace(advice, "the pods", spec.save_seconds, SAVE_SECONDS, options.storage_rate)
     print_notes((*plan.notes, *left_out, notice))
     print_notes((*of_network, *cluster_job.list_warnings(spec)), "warning")
-    if not (options["preflight_image"] or options["no_preflight"] or options["measure"]):
+    if not (options.preflight_image or options.no_preflight or options.measure):
         print_text("warning: no gate runs before this job; --preflight-image IMAGE adds it to each pod", err=True)
-    if form == "json":
-        print_text(render({"apiVersion": "v1", "kind": "List", "items": list(documents)}, "json"), nl=False)
-    elif form == "yaml":
-        print_text(render_documents(documents), nl=False)
-    if form:
-        return
-    if options["with_network"]:
+    if options.dry_run:
+        items = {"apiVersion": "v1", "kind": "List", "items": list(documents)}
+        print_text(render(items, "json") if options.form == "json" else render_documents(documents), nl=False)
+    elif options.with_network:
         raise click.UsageError("--network: an administrator has to apply these resources; add --dry-run to print them")
-    _create(documents, options)
+    else:
+        warned: dict[str, None] = {}  # from the dry run and again from the creation
+        client = connect(options.context, on_warning=lambda text: warned.setdefault(text))
+        try:
+            for line in cluster_job.create(client, documents):
+                print_text(line)
+        finally:
+            print_notes(warned, "warning: the API server says")
 
 
-def _launch_on_slurm(
-    advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, form: str | None, options: dict[str, Any]
-) -> None:
-    """Print the batch script, or submit it if `form` is None."""
+def _submit_script(advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions) -> None:
+    """Submit the batch script, or print it with --dry-run."""
     from agent.jobs import slurm
 
     folder = folder.absolute()
     script, notes = slurm.build_script(advice, snapshots, folder, options)
-    if form:
+    if options.dry_run:
         print_text(script, nl=False)
         if not folder.is_dir():
             notes.append(f"the folder {folder} must exist before the script is submitted")
     print_notes(notes)
-    if form:
+    if options.dry_run:
         return
     require_writable("--output", folder, folder=True)
     job_id = slurm.submit(script, folder)
     print_text(f"job {job_id} submitted: {folder / 'job.sbatch'}")
     print_text(f"its log: {folder}/slurm-{job_id}.log; diagnose it: topoflight why --job {job_id}", err=True)
-
-
-def _create(documents: Sequence[dict[str, Any]], options: dict[str, Any]) -> None:
-    from agent.cluster.client import connect
-    from agent.jobs import cluster_job
-
-    warned: dict[str, None] = {}  # from the dry run and again from the creation
-    client = connect(options["context"], on_warning=lambda text: warned.setdefault(text))
-    try:
-        for line in cluster_job.create(client, documents):
-            print_text(line)
-    finally:
-        print_notes(warned, "warning: the API server says")
 
 
 def _print_plan(plan: JobPlan, command: Sequence[str], notes: Iterable[str], form: str) -> None:
@@ -167,7 +152,7 @@ def _print_plan(plan: JobPlan, command: Sequence[str], notes: Iterable[str], for
 
 
 def _pass_gate(
-    snapshots: Sequence[Snapshot], options: dict[str, Any], settings: dict[str, str], ranks: int, progress: Progress
+    snapshots: Sequence[Snapshot], options: LaunchOptions, settings: dict[str, str], ranks: int, progress: Progress
 ) -> None:
     """Check this host with the job's settings before it starts; with --measure also benchmark it, for a few seconds.
 
@@ -177,25 +162,26 @@ def _pass_gate(
     from agent.checks.view import build_view, with_environment
     from agent.jobs.benchmark import build_preflight_spec, measure, stop_on_signals
 
-    if options["no_preflight"]:
+    if options.no_preflight:
         return
     progress.step("preflight: checking this host")
     view = build_view([with_environment(snapshot, settings) for snapshot in snapshots])
-    _require_pass(view.checks, options)
-    if options["measure"]:
+    _require_pass(view.checks, options.require)
+    if options.measure:
         with stop_on_signals(signal.SIGTERM) as (stop, _):
             spec = build_preflight_spec(snapshots[:1], ranks, quick=True)
             result = measure(replace(spec, environment=settings), progress, stop)
         checks = with_bench(view, result).checks
-        _require_pass(checks if result.stopped_by else require_measured(checks), options, result.stopped_by or "")
+        checks = checks if result.stopped_by else tuple(require_measured(checks))
+        _require_pass(checks, options.require, result.stopped_by or "")
 
 
-def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: str = "") -> None:
+def _require_pass(checks: Iterable[Finding], require: Sequence[str], stopped: str = "") -> None:
     """Exit if these checks do not pass. A required check that is unknown stops the job."""
     from agent.checks.codes import ALL_CODES
     from agent.checks.verdict import judge, select
 
-    checks = select(checks, require=options["require"], codes=ALL_CODES)
+    checks = select(checks, require=require, codes=ALL_CODES)
     verdict = judge(checks, stopped=stopped)
     if verdict.exit_code == EXIT_PASS:
         return
@@ -207,61 +193,56 @@ def _require_pass(checks: Iterable[Finding], options: dict[str, Any], stopped: s
     sys.exit(verdict.exit_code)
 
 
-def _launch_script(
-    script: Path, arguments: Sequence[str], folder: Path, timeout: float, form: str | None, options: dict[str, Any]
-) -> None:
+def _launch_script(script: Path, arguments: Sequence[str], options: LaunchOptions) -> None:
     """Run the user's trainer on this host: the gate, torchrun with the recommended environment, and the run record."""
     from agent.jobs import script as trainer
     from agent.terminal import measured
     from contracts.bounded import open_regular
-    from probes.registry import ALL
 
     try:
         open_regular(script).close()
     except OSError as error:
         raise InputError(f"--script {script}: {error.strerror}") from None
-    snapshots = read_snapshots(options["hosts"], ALL, root=options["root"])
+    folder, snapshots = options.folder or Path("script-output"), options.request.read_hosts()
     plan = trainer.build_plan(script, arguments, snapshots, options, folder)
-    if form:
-        _print_plan(plan.document, plan.words, plan.notes, form)
+    if options.dry_run:
+        _print_plan(plan.document, plan.words, plan.notes, options.form)
         return
     print_notes(plan.notes)
+    ranks = count(plan.ranks, "rank")
     record = _run_here(
-        snapshots, options, folder, plan.document.environment, plan.ranks,
-        f"{script.name} on {count(plan.ranks, 'rank')}", lambda note: trainer.train(plan, folder, timeout, note),
+        snapshots, options, folder, plan.document.environment, plan.ranks, f"{script.name} on {ranks}",
+        lambda note: trainer.train(plan, folder, options.timeout, note),
     )  # fmt: skip
     measured.print_comparison(console(), record)
     print_text(f"record: {folder / 'run.json'}", err=True)
 
 
-def _launch_locally(
-    advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, timeout: float, form: str | None,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Print the plan of the job in `form`, or run it if `form` is None."""
-    from agent.advice.job_settings import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace, require_layout
+def _launch_here(advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions) -> None:
+    """Run the job, or print its plan with --dry-run."""
+    from agent.advice.job_plan import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace, require_layout
     from agent.jobs import launch as launcher
     from agent.terminal import measured
 
     layout = require_layout(advice).layout
-    plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"))
-    if form:
-        _print_plan(plan, launcher.build_command(folder / "plan.json", layout.world_size), plan.notes, form)
+    plan = build_job_plan(advice, options.request.with_settings(f"output_dir={folder}"))
+    if options.dry_run:
+        command = launcher.build_command(folder / "plan.json", layout.world_size)
+        _print_plan(plan, command, plan.notes, options.form)
         return
-    seconds = estimate_grace(advice, options["storage_rate"])
-    print_notes([describe_grace(advice, "the ranks", seconds, GRACE_SECONDS, options["storage_rate"])])
+    seconds = estimate_grace(advice, options.storage_rate)
+    print_notes([describe_grace(advice, "the ranks", seconds, GRACE_SECONDS, options.storage_rate)])
     record = _run_here(
-        snapshots, options, folder, {setting.name: setting.value for setting in advice.settings},
-        layout.world_size, layout.family,
-        lambda note: launcher.train(plan, folder, timeout_seconds=timeout, grace_seconds=seconds, on_line=note),
+        snapshots, options, folder, plan.environment, layout.world_size, layout.family,
+        lambda note: launcher.train(plan, folder, timeout_seconds=options.timeout, grace_seconds=seconds, on_line=note),
     )  # fmt: skip
     measured.print_run(console(), record)
     measured.print_comparison(console(), record)
 
 
 def _run_here(
-    hosts: Sequence[Snapshot], options: dict[str, Any], folder: Path, settings: dict[str, str], ranks: int, title: str,
-    train: Callable[[Callable[[str], None]], FinishedJob],
+    snapshots: Sequence[Snapshot], options: LaunchOptions, folder: Path, settings: dict[str, str], ranks: int,
+    title: str, train: Callable[[Callable[[str], None]], FinishedJob],
 ) -> RunRecord:  # fmt: skip
     """Check this host, run the job on it, and return its stored record.
 
@@ -272,7 +253,7 @@ def _run_here(
 
     require_writable("--output", folder, folder=True)
     progress = Progress()
-    _pass_gate(hosts, options, settings, ranks, progress)
+    _pass_gate(snapshots, options, settings, ranks, progress)
     progress.step(f"launch: {title}")
     done = train(progress.note)
     if done.record is not None:

@@ -146,9 +146,8 @@ def _describe_unread(reading: Reading) -> str:
 def _describe_read(reading: Reading) -> str:
     """Describe how many variables were read, in which format and where."""
     names = reading.names()
-    unreached = units.some(
-        [f"{each.name} ({f'line {each.line}: ' if each.line else ''}{each.why})" for each in reading.unreached]
-    )
+    reasons = [f"{each.name} ({f'line {each.line}: ' * bool(each.line)}{each.why})" for each in reading.unreached]
+    unreached = units.some(reasons)
     if unreached and not names:
         return f"0 variables reach the job, form: {reading.form}; not checked: {unreached}"
     if not names:

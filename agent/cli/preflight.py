@@ -1,4 +1,4 @@
-"""The verb preflight."""
+"""The verb preflight: run the stages of agent.jobs.preflight, and print or write the report in each format."""
 
 from __future__ import annotations
 

@@ -1,18 +1,17 @@
-"""The verb recommend."""
+"""The verb recommend: print or export environment and layout, or compare machines, numbers of nodes and layouts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from agent.base import units
-from agent.base.options import NothingFitsError, RequestError, command, read_snapshots
+from agent.base.options import NothingFitsError, RequestError, command
 from agent.base.output import emit, print_notes, print_text
 from agent.base.question import most
 
@@ -25,40 +24,34 @@ if TYPE_CHECKING:
 
 
 @command("recommend")
-def recommend(**options: object) -> None:
+def recommend(
+    form: str, rdma: bool, tcp: bool, sweep: str | None, compare: tuple[str, str] | None, explain: bool,
+    list_exports: bool, **options: Any,
+) -> None:  # fmt: skip
     """Ask the planner and print the answer in the requested format."""
     from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, adapt_to_pods, advise, export
     from planner.forecast.models import KNOWN
 
-    exports = options.pop("list_exports")
-    if exports or options["model"] == "list":
-        print_text("\n".join(FORMATS if exports else [model.name for model in KNOWN]))
+    if list_exports or options["model"] == "list":
+        print_text("\n".join(FORMATS if list_exports else [model.name for model in KNOWN]))
         return
-    form = str(options.pop("form"))
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
-    config, rdma, tcp = (options.pop(name) for name in ("config", "rdma", "tcp"))
-    options["transport"] = "rdma" if rdma else "tcp" if tcp else None
-    request = Request.of(**options)
-    if (options["sweep"] or options["compare"]) and form not in ("table", "json", "yaml"):
+    request = Request.of(**options, transport="rdma" if rdma else "tcp" if tcp else None)
+    if (sweep or compare) and form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
-    if options["sweep"]:
-        _run_sweep(request, str(options["sweep"]), form)
+    if sweep:
+        _run_sweep(request, sweep, form)
         return
-    snapshots: tuple[Snapshot, ...] = ()
-    if not request.machine:
-        from probes.registry import ALL
-
-        snapshots = read_snapshots(request.hosts, ALL, root=request.root)
-    if options["compare"]:
-        _compare(request, snapshots, cast("tuple[str, ...]", options["compare"]), form)
+    snapshots = request.read_hosts()
+    if compare:
+        _compare(request, snapshots, compare, form)
         return
-    advice = advise(request, snapshots) if config is None else _advise_on_file(request, Path(str(config)), snapshots)
+    advice = advise(request, snapshots) if request.config is None else _advise_on_file(request, snapshots)
     if form == "k8s":
         advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
         print_notes(left_out)
     if form in ("table", "json", "yaml"):
-        explain = bool(options["explain"])
         from agent.terminal.advice import print_recommendation
 
         emit(advice, form, lambda out: print_recommendation(out, advice, brief=not explain))
@@ -73,12 +66,12 @@ def recommend(**options: object) -> None:
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
-def _advise_on_file(request: Request, config: Path, snapshots: Sequence[Snapshot]) -> Recommendation:
+def _advise_on_file(request: Request, snapshots: Sequence[Snapshot]) -> Recommendation:
     """Return the advice for a file of job settings, with a line that names the trainer that would run it."""
     from agent.advice.job_settings import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
-    advice, reason = choose_trainer(request, config, (), request.train.engine if typed else "auto", snapshots)
+    advice, reason = choose_trainer(request, request.train.engine if typed else "auto", snapshots)
     if reason:
         print_text(reason, err=True)
     return advice
@@ -131,7 +124,7 @@ def _run_sweep(request: Request, text: str, form: str) -> None:
     emit([asdict(point) for point in points], form, show)
 
 
-def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, ...], form: str) -> None:
+def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, str], form: str) -> None:
     from agent.advice.advise import PLAN_ERRORS
     from agent.base.lines import table
     from agent.terminal.advice import format_layout

@@ -1,4 +1,4 @@
-"""The verb topo."""
+"""The verb topo: read the topology of hosts, a matrix or NCCL's XML, and print, draw or export it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from contracts.host_list import name_in_slurm
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from contracts.finding import Finding
     from topology.graph import NodeTopology
 
 _LIMIT_BYTES = 16 << 20  # a matrix of 64 GPUs is 30 KB; the largest NCCL XML known is below 1 MB
@@ -49,33 +50,32 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     from topology.check import check
     from topology.render import json_document
 
-    checked = [check(node) for node in nodes]
-    documents = [
-        json_document(node) | {"findings": [asdict(finding) for finding in findings]}
-        for node, findings in zip(nodes, checked, strict=True)
-    ]
-
-    def show(out: Console) -> None:
-        from agent.base.lines import print_problem
-        from agent.terminal import topology as topology_view
-
-        for node, findings in zip(nodes, checked, strict=True):
-            if verbose:
-                topology_view.print_node(out, node)
-            else:
-                topology_view.print_brief(out, node, findings)
-            wrong = [finding for finding in findings if finding.status in ("fail", "warn")]
-            if wrong:
-                from agent.terminal.findings import print_findings
-
-                print_findings(out, wrong)
-            for one in findings:
-                if one.status == "unknown":
-                    print_problem(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)
-
-    emit(documents if len(documents) > 1 else documents[0], form, show)
+    checked = [(node, check(node)) for node in nodes]
+    documents = [json_document(node) | {"findings": list(map(asdict, findings))} for node, findings in checked]
+    document = documents if len(documents) > 1 else documents[0]
+    emit(document, form, lambda out: _print_nodes(out, checked, verbose=verbose))
     if any(node.lacking for node in nodes):
         sys.exit(EXIT_UNKNOWN)
+
+
+def _print_nodes(out: Console, checked: Sequence[tuple[NodeTopology, Sequence[Finding]]], *, verbose: bool) -> None:
+    """Print each node, its findings, and the checks that could not be decided."""
+    from agent.base.lines import print_problem
+    from agent.terminal import topology as topology_view
+
+    for node, findings in checked:
+        if verbose:
+            topology_view.print_node(out, node)
+        else:
+            topology_view.print_brief(out, node, findings)
+        wrong = [finding for finding in findings if finding.status in ("fail", "warn")]
+        if wrong:
+            from agent.terminal.findings import print_findings
+
+            print_findings(out, wrong)
+        for one in findings:
+            if one.status == "unknown":
+                print_problem(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)
 
 
 def _print_slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> None:

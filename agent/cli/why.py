@@ -83,11 +83,11 @@ def _print_change(verdict: Verdict, form: str) -> None:
 
 
 def _emit(verdict: Verdict, form: str) -> None:
-    """Print a verdict; for Slurm, print the nodes that it names as a host list."""
+    """Print a verdict; for Slurm, print the nodes of its causes as a host list, except those of a program's errors."""
     if form != "slurm":
         emit(verdict, form, lambda out: show(out, verdict))
-    elif verdict.nodes:
-        print_text(compress_host_list(map(name_in_slurm, verdict.nodes)))
+    elif nodes := {node for cause in verdict.causes if not cause.of_program for node in cause.nodes}:
+        print_text(compress_host_list(map(name_in_slurm, sorted(nodes))))
 
 
 def _open_log(word: str, stack: ExitStack) -> str:

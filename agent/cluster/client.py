@@ -42,7 +42,6 @@ CONNECTIONS = 4  # kept open for reuse; the number of threads that send at the s
 TRIES = 5
 TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
-BRIEF_SECONDS = 2.5
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, in the form that the API server writes
 AGAIN = (429, 500, 502, 503, 504)  # status while the API server is busy, starting or behind a load balancer
 
@@ -179,7 +178,7 @@ class Client:
 
     def brief(self) -> Client:
         """Return a client for interactive calls: two attempts within 11 s (2.5 s to connect, 5 s to answer)."""
-        return self.limited(tries=2, timeout_seconds=BRIEF_SECONDS)
+        return self.limited(tries=2, timeout_seconds=2.5)
 
     def token(self) -> str:
         """Return the bearer token of the next request; empty without one. Raises ApiError."""

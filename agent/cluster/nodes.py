@@ -8,6 +8,7 @@ agent.http.state publishes the record of the agent's own node.
 from __future__ import annotations
 
 import base64
+import calendar
 import gzip
 import io
 import ipaddress
@@ -20,7 +21,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
-from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +35,7 @@ from agent.cluster.client import Client, make_path
 from contracts import bounded, plain
 from contracts.finding import Finding, Status
 from contracts.redaction import redact
+from contracts.run_record import timestamp
 from contracts.tables import read_table
 from probes import wire
 from probes.api import Absent, Failed, Ok, Snapshot
@@ -167,7 +168,7 @@ def make_record(view: View, *, name: str | None = None, interval_seconds: float 
     names = {gpu.name for gpu in node.gpus}
     labels = Counter(pair.label for pair in node.pairs if {pair.a, pair.b} <= names).most_common()
     changes = tuple(
-        {"at": format_time(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
+        {"at": timestamp(event.at_seconds), "kind": event.kind, "text": clean(event.text, 300),
          "code": clean(event.code, 128), "subject": clean(event.subject, 128)}
         for event in view.events[-MAX_CHANGES:]
     )  # fmt: skip
@@ -199,7 +200,7 @@ def _list_findings(checks: Sequence[Finding], since: Mapping[tuple[str, str], fl
         {
             "code": clean(c.code, 128), "severity": c.status.value, "subject": clean(c.subject, 128),
             "message": clean(c.message), "remedy": clean(c.remedy),
-            **({"since": format_time(since[c.code, c.subject])} if (c.code, c.subject) in since else {}),
+            **({"since": timestamp(since[c.code, c.subject])} if (c.code, c.subject) in since else {}),
         }
         for c in bad
     )  # fmt: skip
@@ -209,13 +210,12 @@ def to_resource(record: NodeRecord) -> tuple[Json, Json]:
     """Return the object, and the object with its status: two writes, because status is a subresource."""
     about = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": record.name}}
     status = {name: getattr(record, member) for name, member in _TABLE["members"].items()} | {
-        "scannedAt": format_time(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
+        "scannedAt": timestamp(record.scanned_at_seconds), "interval": max(1, round(record.interval_seconds)),
         "verdict": record.verdict,
     }  # fmt: skip
     if record.stopped_at_seconds is not None:  # no agent watches the node now, so its last verdict is outdated
-        status |= {
-            "stoppedAt": format_time(record.stopped_at_seconds), "verdict": "unknown", "lastVerdict": record.verdict,
-        }  # fmt: skip
+        stopped_at = timestamp(record.stopped_at_seconds)
+        status |= {"stoppedAt": stopped_at, "verdict": "unknown", "lastVerdict": record.verdict}
     values = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in status.items()
@@ -406,15 +406,10 @@ def make_row(record: NodeRecord, now: float) -> Json:
     return row
 
 
-def format_time(seconds: float) -> str:
-    """Format a Unix time as in a record."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def parse_time(text: Any) -> float:
     """Parse a time of a record to Unix time; 0 if it is invalid."""
     try:
-        return datetime.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+        return float(calendar.timegm(time.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return 0.0
 
@@ -449,11 +444,11 @@ def check_nodes(
             checks.append(make_finding(_SILENT, name, why=_explain_silence(record, now)))
             continue
         checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
-        found = check_record(name, record)
+        of_node = check_record(name, record)
         if expected:
             node = records.topology(record)
-            found = [*check_expectations(expected, found, name, (records.snapshot(record), node) if node else None)]
-        checks += found
+            of_node = [*check_expectations(expected, of_node, name, (records.snapshot(record), node) if node else None)]
+        checks += of_node
     return tuple(checks)
 
 
@@ -464,16 +459,14 @@ def _explain_silence(record: NodeRecord | None, now: float) -> str:
         return "its agent has never answered"
     if record.stopped_at_seconds is not None:
         return f"its agent ended {units.duration(max(0.0, now - record.stopped_at_seconds))} ago"
-    ahead = record.scanned_at_seconds - now
-    if ahead > 0:
-        return f"its record is {units.duration(ahead)} ahead of the clock here"
-    return f"silent for {units.duration(-ahead)}"
+    lead = record.scanned_at_seconds - now
+    return f"its clock is {units.duration(lead)} ahead of ours" if lead > 0 else f"silent for {units.duration(-lead)}"
 
 
 def check_record(name: str, record: NodeRecord) -> list[Finding]:
     """Return the findings of a record, and its verdict if that is worse than all findings."""
     statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
-    row = [
+    findings = [
         Finding(code=str(entry.get("code", "")), node=name,
                 status=statuses.get(str(entry.get("severity")), Status.WARN), subject=str(entry.get("subject", "")),
                 message=str(entry.get("message", "")), remedy=str(entry.get("remedy", "")),
@@ -481,10 +474,7 @@ def check_record(name: str, record: NodeRecord) -> list[Finding]:
         for entry in record.findings
     ]  # fmt: skip
     worst = record.verdict
-    if worst in statuses and not any(check.status in (worst, "fail") for check in row):
-        row.append(replace(
-            make_finding(_VERDICT, name, statuses[worst], word=worst), required=worst == "unknown"
-        ))  # fmt: skip
-    else:
-        row.append(Finding(code=_VERDICT, status=Status.PASS, node=name))
-    return row
+    if worst in statuses and not any(check.status in (worst, "fail") for check in findings):
+        verdict = make_finding(_VERDICT, name, statuses[worst], word=worst)
+        return [*findings, replace(verdict, required=worst == "unknown")]
+    return [*findings, Finding(code=_VERDICT, status=Status.PASS, node=name)]

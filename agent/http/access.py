@@ -175,7 +175,7 @@ class TokenMiddleware:
             try:
                 request.state.user = await self._tokens.authorize(request, path=scope["path"], verb=verb)
             except ProblemError as error:
-                refusal = make_problem(request, error.status, error.detail, error.headers, **error.more)
+                refusal = make_problem(request, error.status, error.detail, error.headers, **error.members)
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)

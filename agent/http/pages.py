@@ -1,4 +1,4 @@
-"""The agent's pages: the sections of the report, and a small optional script."""
+"""The agent's pages: one node, the cluster, a published node and what-if, from the sections of agent.pages."""
 
 from __future__ import annotations
 

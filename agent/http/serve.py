@@ -1,4 +1,4 @@
-"""The verb serve."""
+"""The verb serve: check the options, listen, and start the agent with its scans, publisher and HTTP application."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -20,6 +20,15 @@ from click.core import ParameterSource
 from agent.base import EXIT_INTERRUPTED
 from agent.base.options import command, read_snapshots
 from agent.base.output import print_text
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from agent.checks.expect import NodeExpectation
+    from agent.checks.view import View
+    from agent.cluster.client import Client
+    from agent.cluster.nodes import NodeRecord
+    from agent.http.state import State
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +54,7 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         from agent.cluster.client import connect
 
         client = connect()
-    place = bind(address, port)  # clients that connect during the imports wait instead of being refused
+    listening = bind(address, port)  # clients that connect during the imports wait instead of being refused
     os.environ.setdefault(ROLE, "agent")  # the probe process inherits it, so it is set first
     scanner = None if hosts else Scanner(root, probes=ALL)
     if scanner:  # the child imports while this process does
@@ -59,16 +68,16 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         expected=lambda: _read_expected(options),
         history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
-    page, end = _make_url(address, place.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
+    page, end = _make_url(address, listening.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
     print_text(f"page: {page}  metrics: {page}metrics{end}", err=True)
     try:
-        listen(build_application(state, options, client), place)
+        listen(build_application(state, options, client), listening)
     finally:
         if scanner:
             scanner.close()
 
 
-def _read_expected(options: dict[str, Any]) -> Any:
+def _read_expected(options: dict[str, Any]) -> Sequence[NodeExpectation]:
     """Return the current expectations; the ConfigMap can appear, change and disappear. Raises GateError."""
     from agent.checks.expect import read_expectations
 
@@ -97,7 +106,7 @@ def bind(address: str, port: int) -> socket.socket:
     return listening
 
 
-def listen(app: Any, place: socket.socket) -> None:
+def listen(app: FastAPI, listening: socket.socket) -> None:
     """Serve on the socket until a signal arrives."""
     import uvicorn
 
@@ -122,7 +131,7 @@ def listen(app: Any, place: socket.socket) -> None:
 
     server = Server(config)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    server.run(sockets=[place])  # raises KeyboardInterrupt after Ctrl-C, when all is closed
+    server.run(sockets=[listening])  # raises KeyboardInterrupt after Ctrl-C, when all is closed
     if not server.started:  # uvicorn has logged the reason
         raise click.ClickException("the HTTP agent did not start")
 
@@ -158,7 +167,7 @@ def _make_state_folder(folder: Path) -> None:
         raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
 
 
-def build_application(state: Any, options: dict[str, Any], client: Any = None) -> Any:
+def build_application(state: State, options: dict[str, Any], client: Client | None = None) -> FastAPI:
     """Connect endpoints and publisher to one state; `client` is needed to publish and to review tokens."""
     from agent.http.access import TokenChecker
     from agent.http.server import create
@@ -168,24 +177,23 @@ def build_application(state: Any, options: dict[str, Any], client: Any = None) -
         client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
         audience=options["audience"], reads_open=options["reads"] == "open",
     )  # fmt: skip
-    publisher = (
-        Publisher(client, _latest_record(state, options), interval_seconds=options["publish_interval"])
-        if options["publish"] else None
-    )  # fmt: skip
+    publisher = None
+    if options["publish"] and client is not None:
+        publisher = Publisher(client, _latest_record(state, options), interval_seconds=options["publish_interval"])
     return create(state, tokens=tokens, publisher=publisher)
 
 
-def _latest_record(state: Any, options: dict[str, Any]) -> Callable[[], Any]:
+def _latest_record(state: State, options: dict[str, Any]) -> Callable[[], NodeRecord | None]:
     """Return a function that gives the record of the newest view, made once per view; None before the first scan."""
     from agent.cluster.nodes import make_record
 
     name = options["node_name"] or os.uname().nodename
-    made: tuple[Any, Any] = None, None
+    newest: tuple[View | None, NodeRecord | None] = None, None
 
-    def latest() -> Any:
-        nonlocal made
-        if (view := state.view) is not made[0]:
-            made = view, make_record(view, name=name, interval_seconds=options["publish_interval"])
-        return made[1]
+    def latest() -> NodeRecord | None:
+        nonlocal newest
+        if (view := state.view) is not None and view is not newest[0]:
+            newest = view, make_record(view, name=name, interval_seconds=options["publish_interval"])
+        return newest[1]
 
     return latest

@@ -200,7 +200,7 @@ def convert_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ProblemError)
     async def refused(request: Request, error: ProblemError) -> JSONResponse:
-        return make_problem(request, error.status, error.detail, error.headers, **error.more)
+        return make_problem(request, error.status, error.detail, error.headers, **error.members)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -323,7 +323,7 @@ def create(
     _add_health(app, state, rendered, {} if publisher is None else publisher.tally)
     _add_pages(app, state, source, worker, rendered)
     _add_facts(app, state, rendered)
-    _runs(app, state)
+    _add_run_upload(app, state)
     _add_answers(app, state, source, worker, rendered)
     _add_gate(app, state, rendered)
     return app
@@ -433,7 +433,7 @@ def _add_facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
         lambda view: list(view.runs), list[dict[str, Any]])  # fmt: skip
 
 
-def _runs(app: FastAPI, state: State) -> None:
+def _add_run_upload(app: FastAPI, state: State) -> None:
     posted = {"required": True, "content": {"application/json": {"schema": PostedRecord.model_json_schema()}}}
 
     @app.post("/runs", tags=["facts"], status_code=201, max_body_size=MAX_RECORD_BYTES,

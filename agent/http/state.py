@@ -213,11 +213,11 @@ class Publisher:
     def write(self, record: NodeRecord) -> None:
         """Write the object and its status once. Raises ApiError."""
         self.tally["publish_attempts_total",] += 1
-        whole, status = to_resource(record)
+        resource, status = to_resource(record)
         if not self._exists:
             if owner := read_owner(self._client.token(), record.name):
-                whole["metadata"] = {**whole["metadata"], "ownerReferences": [owner]}  # `status` shares the old one
-            self._client.apply(make_path(API_VERSION, PLURAL, record.name), whole)
+                resource["metadata"] = {**resource["metadata"], "ownerReferences": [owner]}  # `status` has the old one
+            self._client.apply(make_path(API_VERSION, PLURAL, record.name), resource)
             self._exists = True
         try:
             self._client.apply(make_path(API_VERSION, PLURAL, record.name, sub="status"), status)

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agent.advice import advise
-from agent.base import log_to_stderr, output, question
+from agent.base import log_to_stderr, output
 from agent.base.options import RequestError
+from agent.base.question import model as question_model
 from agent.checks.view import View
 from agent.cluster.client import AccessError, ApiError, Client, connect
 from agent.cluster.nodes import Fleet, make_record, make_row
@@ -44,14 +45,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # different questions; equal questions share one answer
-LONGEST_SECONDS = 60.0  # for one question, including the start and imports of Python: a faulty node is slow
-LEFT_SECONDS = 1.0  # time that a question without a waiting client may still take before its process is killed
+MAX_SECONDS = 60.0  # for one question, including the start and imports of Python: a faulty node is slow
+ABANDONED_SECONDS = 1.0  # time that a question without a waiting client may still take before its process is killed
 IDLE_SECONDS = 600.0
 COMMAND = (sys.executable, "-P", "-c", "from agent.http.worker import main; main()")
 _LOOK_SECONDS = 0.1
 _NICENESS = 10  # scrapes have priority over plans
 LIST_SECONDS = 10.0  # the page asks again every 30 s; a list of 1,000 GPU servers has 20 MB
-MORE = "only the node of this agent; on Kubernetes, agents started with --publish show every node"
+ONLY_THIS_NODE = "only the node of this agent; on Kubernetes, agents started with --publish show every node"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class ProblemError(Exception):
         self.status = status
         self.detail = detail
         self.headers = headers
-        self.more = members
+        self.members = members
 
 
 def _make_busy_error(detail: str) -> ProblemError:
@@ -80,11 +81,11 @@ def _make_busy_error(detail: str) -> ProblemError:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Job:
+class _Question:
     """One question, and the number of clients that wait for its answer."""
 
     name: str
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     view: View | None
     answered: Future[Answer] = field(default_factory=Future)
     waiting: int = 0
@@ -103,7 +104,7 @@ def make_page(html: str, status: int = 200) -> Answer:
     return Answer(body=html.encode(), media_type="text/html", status=status, headers=pages.make_headers())
 
 
-class _Process:
+class _WorkerProcess:
     """The worker process, and the data already sent to it. It belongs to one thread and ends with it."""
 
     def __init__(self, command: Sequence[str], idle_seconds: float) -> None:
@@ -117,27 +118,27 @@ class _Process:
                 start_new_session=True, env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
         self._pipe = Connection(ours.detach())
-        if not self._pipe.poll(LONGEST_SECONDS):
+        if not self._pipe.poll(MAX_SECONDS):
             self.kill()
-            raise TimeoutError(f"the worker process has not started within {LONGEST_SECONDS:.0f} s")
+            raise TimeoutError(f"the worker process has not started within {MAX_SECONDS:.0f} s")
         self._pipe.recv_bytes()
         self._view: View | None = None
 
-    def ask(self, job: _Job, longest: float) -> Answer:
+    def ask(self, question: _Question, max_seconds: float) -> Answer:
         """Return the answer. ProblemError if refused, TimeoutError if it is too slow or no client waits any more.
 
         Raises EOFError or OSError if the process has ended. The answer is text and bytes and is never unpickled.
         """
-        until = time.monotonic() + longest
-        if job.view is not None and job.view is not self._view:
-            self._pipe.send(("view", replace(job.view, runs=())))
-            self._view = job.view
-        self._pipe.send((job.name, dict(job.given)))
+        until = time.monotonic() + max_seconds
+        if question.view is not None and question.view is not self._view:
+            self._pipe.send(("view", replace(question.view, runs=())))
+            self._view = question.view
+        self._pipe.send((question.name, dict(question.arguments)))
         while not self._pipe.poll(_LOOK_SECONDS):
-            if not job.waiting:
-                until = min(until, time.monotonic() + LEFT_SECONDS)
+            if not question.waiting:
+                until = min(until, time.monotonic() + ABANDONED_SECONDS)
             if time.monotonic() > until:
-                raise TimeoutError(f"the question takes longer than {longest:.0f} s: request less")
+                raise TimeoutError(f"the question takes longer than {max_seconds:.0f} s: request less")
         header, body = json.loads(self._pipe.recv_bytes()), self._pipe.recv_bytes()
         if "detail" in header:
             raise ProblemError(**header)
@@ -157,13 +158,14 @@ class Worker:
     """Sends expensive questions from one event loop to one thread, which starts the process and asks them in order."""
 
     def __init__(
-        self, *, command: Sequence[str] = COMMAND, most_waiting: int = MAX_WAITING,
-        longest_seconds: float = LONGEST_SECONDS, idle_seconds: float = IDLE_SECONDS,
+        self, *, command: Sequence[str] = COMMAND, max_waiting: int = MAX_WAITING,
+        max_seconds: float = MAX_SECONDS, idle_seconds: float = IDLE_SECONDS,
     ) -> None:  # fmt: skip
-        self._command, self._most, self._longest, self._idle = command, most_waiting, longest_seconds, idle_seconds
-        self._jobs: dict[Hashable, _Job] = {}  # questions without an answer yet
+        self._command, self._idle_seconds = command, idle_seconds
+        self._max_waiting, self._max_seconds = max_waiting, max_seconds
+        self._questions: dict[Hashable, _Question] = {}  # questions without an answer yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
-        self._process: _Process | None = None
+        self._process: _WorkerProcess | None = None
         self._stopping = False
 
     async def ask(self, request: Request, name: str, *, view: View | None = None, **arguments: Any) -> Answer:
@@ -172,15 +174,15 @@ class Worker:
         ProblemError: 503 if too many questions wait, it takes too long or the client disconnects; else the worker's.
         """
         key = name, tuple(sorted(arguments.items())), id(view)
-        job = self._jobs.get(key)
-        if job is None:
-            if self._stopping or len(self._jobs) >= self._most:
-                raise _make_busy_error(f"{self._most} such requests are already waiting")
-            job = self._jobs[key] = _Job(name=name, given=arguments, view=view)
-            job.answered = self._thread.submit(self._serve, job)
-            job.answered.add_done_callback(lambda _: self._jobs.pop(key, None))
-        job.waiting += 1
-        answered, until = asyncio.wrap_future(job.answered), time.monotonic() + 2 * self._longest
+        question = self._questions.get(key)
+        if question is None:
+            if self._stopping or len(self._questions) >= self._max_waiting:
+                raise _make_busy_error(f"{self._max_waiting} such requests are already waiting")
+            question = self._questions[key] = _Question(name=name, arguments=arguments, view=view)
+            question.answered = self._thread.submit(self._answer, question)
+            question.answered.add_done_callback(lambda _: self._questions.pop(key, None))
+        question.waiting += 1
+        answered, until = asyncio.wrap_future(question.answered), time.monotonic() + 2 * self._max_seconds
         # Retrieve an exception that arrives after the client disconnected; otherwise asyncio logs it with a traceback.
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -191,9 +193,9 @@ class Worker:
                 raise _make_busy_error("the agent ends")
             return answered.result()
         finally:
-            job.waiting -= 1
-            if not job.waiting:
-                job.answered.cancel()  # if it has not started; `_Process.ask` handles a running one
+            question.waiting -= 1
+            if not question.waiting:
+                question.answered.cancel()  # if it has not started; `_WorkerProcess.ask` handles a running one
 
     def stop(self) -> None:
         """Stop the process and the thread; reject waiting clients."""
@@ -202,14 +204,14 @@ class Worker:
             process.kill()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _serve(self, job: _Job) -> Answer:
+    def _answer(self, question: _Question) -> Answer:
         """Answer in the worker's thread. If the process ends for any reason, it is replaced."""
         try:
             if self._process is None or self._process.has_ended():
-                self._process = _Process(self._command, self._idle)
+                self._process = _WorkerProcess(self._command, self._idle_seconds)
             if self._stopping:
                 raise _make_busy_error("the agent ends")
-            return self._process.ask(job, self._longest)
+            return self._process.ask(question, self._max_seconds)
         except ProblemError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question gets another process
@@ -291,7 +293,7 @@ def nodes(data: WorkerData, *, source: str, interval: float) -> Answer:
     now = time.time()
     rows = [make_row(record, now) for record in data.fleet(source, interval).records()]
     counts = dict(sorted(Counter(row["verdict"] for row in rows).items()))
-    extra = {"note": MORE} if source != "kubernetes" else {"list_error": data.error} if data.error else {}
+    extra = {"note": ONLY_THIS_NODE} if source != "kubernetes" else {"list_error": data.error} if data.error else {}
     return make_document({"schema_version": 1, "source": source, "counts": counts, "nodes": rows, **extra})
 
 
@@ -309,16 +311,15 @@ def cluster_page(data: WorkerData, *, source: str, interval: float, node: str | 
     return make_page(pages.render_published_page(fleet, record, source=source))
 
 
-QUESTIONS: dict[str, Callable[..., Answer]] = {
-    one.__name__: one for one in (recommendations, what_if, nodes, cluster_page)
-}
+_FUNCTIONS: tuple[Callable[..., Answer], ...] = (recommendations, what_if, nodes, cluster_page)
+QUESTIONS = {function.__name__: function for function in _FUNCTIONS}
 
 
 def read_form(form: Mapping[str, str]) -> advise.Request:
     """Parse a form; an empty field counts as omitted. Raises RequestError that names an invalid field."""
     values = {name: text.strip() for name, text in form.items() if text.strip()}
     try:
-        return advise.Request.of(**dict(question.model().model_validate(values)), allow_files=False)
+        return advise.Request.of(**dict(question_model().model_validate(values)), allow_files=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name, allowed = str(first["loc"][0]), re.sub("^(Input|String) should", "must", first["msg"])

@@ -100,22 +100,22 @@ CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; m
 
 
 def build_preflight_spec(
-    found: Sequence[Snapshot], ranks: int, budget_seconds: float | None = None, *, force: bool = False, hosts: int = 1,
-    quick: bool = False, backend: str | None = None, required: RequiredLinks | None = None,
+    snapshots: Sequence[Snapshot], ranks: int, budget_seconds: float | None = None, *, force: bool = False,
+    hosts: int = 1, quick: bool = False, backend: str | None = None, required: RequiredLinks | None = None,
 ) -> BenchSpec:  # fmt: skip
-    """A short sweep, then what can be judged: each op with 64 MiB and more of every rank. `quick` leaves the sweep out.
+    """Return a benchmark of a short sweep and of the size that is judged, 64 MiB or more of every rank.
 
-    Where no bar exists (no GPU, gloo) the sweep is all: a size that nothing judges would only cost time.
+    `quick` omits the sweep. Without a bar (no GPU, gloo) there is only the sweep, because no other size is judged.
     """
-    expect = make_expect(found) if (backend or detect_backend()) == "nccl" else None
+    expect = make_expect(snapshots) if (backend or detect_backend()) == "nccl" else None
     large = (measured.choose_bytes(ranks * hosts),) if expect and ranks * hosts > 1 else ()
     sizes = large if quick and large else SWEEP_BYTES[:2] if quick else (*SWEEP_BYTES, *large)
     cases = tuple(Case(op=op, bytes=size) for size in sizes for op in JUDGED_OPS)
     return BenchSpec(
         ops=JUDGED_OPS, cases=cases, backend=backend, ranks_per_host=ranks, force=force, expect=expect,
         budget_seconds=budget_seconds or (QUICK_SECONDS if quick else BENCH_SECONDS),
-        gpu_pids=list_gpu_processes(found), links=describe_links(found, ranks, required),
-        host_name=found[0].hostname if found and hosts == 1 else None,
+        gpu_pids=list_gpu_processes(snapshots), links=describe_links(snapshots, ranks, required),
+        host_name=snapshots[0].hostname if snapshots and hosts == 1 else None,
     )  # fmt: skip
 
 

@@ -6,24 +6,24 @@ The planner's manifests render the job. Surface: the job APIs, and pods of core/
 from __future__ import annotations
 
 import contextlib
-import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.advice import job_settings
+from agent.advice import job_plan, job_settings
 from agent.base.options import split_pair
 from agent.base.output import print_text
 from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import ApiError, Client, json_object, make_path
+from agent.jobs.options import LaunchOptions
 from contracts.job_config import JobPlan, dump_plan
 from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
-from planner.kubernetes.manifests import MOUNT, SAVE_SECONDS, Document, JobError, JobSpec, family
+from planner.kubernetes.manifests import MOUNT, RESTARTS, SAVE_SECONDS, Document, JobError, JobSpec, family
 from probes.api import Snapshot
 
 # Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
@@ -32,41 +32,35 @@ DEVICES = ("nvidia.com/", *NICS)
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
-def build_spec(advice: Recommendation, options: Mapping[str, Any]) -> JobSpec:
+def build_spec(advice: Recommendation, options: LaunchOptions) -> JobSpec:
     """Return the job for these options, including the recommendation. Raises JobError, GateError: they name the option.
 
-    With options["dra"] the claim requests GPU and NIC, so the job must not also request them from the device plugins.
+    With --dra the claim requests GPU and NIC, so the job must not also request them from the device plugins.
     """
-    if not options["image"]:
+    if not options.image:
         raise JobError("--image: name the fine-tune image; a job for a cluster has none by default")
-    name = options["name"]
-    optional = {
-        **{key: options.get(key) for key in ("token_secret", "queue", "service_account", "preflight_image", "agent")},
-        "claim": name_claim(options),
-        "topology_label": options["topology"],
-        "preflight_require": tuple(options["require"]),
-        "measure": bool(options.get("measure")),
-        **({"restarts": options["restarts"]} if options.get("restarts") is not None else {}),
-        "save_seconds": job_settings.estimate_grace(advice, options.get("storage_rate"), SAVE_SECONDS),
-        "resource_claim_template": f"{name}-gpu-nic" if options["dra"] else None,
-        **({"device_classes": _parse_device_classes(options["dra"])} if options["dra"] else {}),
-        "tolerate": tuple(options["tolerate"]),
-        "node_selector": dict(split_pair("--node-selector", word) for word in options["node_selector"]),
-        "limits": dict(split_pair("--resource", word) for word in options["resources"]),
-    }
-    select((), require=options["require"], codes=ALL_CODES)
-    if options["require"] and not options["preflight_image"]:
-        raise JobError(_texts("no_gate", check=options["require"][0]))
-    if options["dra"]:
-        if twice := [word for word in optional["limits"] if word.startswith(DEVICES)]:
+    device_classes = _parse_device_classes(options.dra)
+    node_selector = dict(split_pair("--node-selector", word) for word in options.node_selector)
+    limits = dict(split_pair("--resource", word) for word in options.resources)
+    select((), require=options.require, codes=ALL_CODES)
+    if options.require and not options.preflight_image:
+        raise JobError(_texts("no_gate", check=options.require[0]))
+    if options.dra:
+        if twice := [word for word in limits if word.startswith(DEVICES)]:
             raise JobError(f"--resource {twice[0]}: with --dra the claim requests GPU and NIC; use only one of the two")
         needs = (n for n in advice.needs if n.name != "resource" or not n.value.startswith(DEVICES))
         advice = replace(advice, needs=tuple(needs))
     spec = manifests.make_job_spec(
-        advice, name=name, namespace=options["namespace"], image=options["image"], nodes=options["nodes"] or 1,
-        config_map=f"{name}-config", **optional,
+        advice, name=options.name, namespace=options.namespace, image=options.image, nodes=options.nodes or 1,
+        limits=limits, config_map=f"{options.name}-config", claim=name_claim(options), queue=options.queue,
+        token_secret=options.token_secret, topology_label=options.topology, service_account=options.service_account,
+        node_selector=node_selector, tolerate=options.tolerate, agent=options.agent, measure=options.measure,
+        preflight_image=options.preflight_image, preflight_require=options.require, device_classes=device_classes,
+        resource_claim_template=f"{options.name}-gpu-nic" if options.dra else None,
+        restarts=RESTARTS if options.restarts is None else options.restarts,
+        save_seconds=job_plan.estimate_grace(advice, options.storage_rate, SAVE_SECONDS),
     )  # fmt: skip
-    if not options["dra"]:
+    if not options.dra:
         return spec
     return replace(spec, limits={name: n for name, n in spec.limits.items() if not name.startswith(DEVICES)})
 
@@ -113,76 +107,73 @@ def build_documents(spec: JobSpec, api: str, plan: JobPlan) -> tuple[Document, .
     return config_map + manifests.APIS[api](spec)
 
 
-def add_rails(advice: Recommendation, options: Mapping[str, Any], hosts: Sequence[Snapshot]) -> Recommendation:
+def add_rails(advice: Recommendation, options: LaunchOptions, snapshots: Sequence[Snapshot]) -> Recommendation:
     """Adapt the recommendation to the networks that --network prints with the job, if there are several.
 
     The record of a pod attached to them already contains them, and a single-node job does not need them.
     """
-    if not options["with_network"] or (options["nodes"] or 1) == 1 or networks.list_pod_netdevs(hosts):
+    if not options.with_network or (options.nodes or 1) == 1 or networks.list_pod_netdevs(snapshots):
         return advice
-    spec = networks.from_snapshots(hosts, namespace=options["namespace"])
+    spec = networks.from_snapshots(snapshots, namespace=options.namespace)
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
-    own_resource = family("rdma/*", [word.partition("=")[0] for word in options["resources"]])
+    own_resource = family("rdma/*", [word.partition("=")[0] for word in options.resources])
     return networks.attach(
-        advice, hosts, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()], interfaces=spec.interfaces,
-        resource=None if own_resource else f"rdma/{networks.RESOURCE}",
+        advice, snapshots, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()],
+        interfaces=spec.interfaces, resource=None if own_resource else f"rdma/{networks.RESOURCE}",
     )  # fmt: skip
 
 
-def list_network_warnings(hosts: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
+def list_network_warnings(snapshots: Sequence[Snapshot], host_mofed: bool | None) -> Iterator[str]:
     """Warn about the network resources of these nodes."""
-    names, spec = networks.list_pod_netdevs(hosts), networks.from_snapshots(hosts)
+    names, spec = networks.list_pod_netdevs(snapshots), networks.from_snapshots(snapshots)
     if names:
         yield _texts("names_of_pods", names=", ".join(names))
-    elif len(rails := spec.rails()) > 1 and (ranges_in_use := networks.in_use([rail.range for rail in rails], hosts)):
+    elif len(rails := spec.rails()) > 1 and (
+        ranges_in_use := networks.in_use([rail.range for rail in rails], snapshots)
+    ):
         yield _texts("ranges_in_use", taken=ranges_in_use)
     if host_mofed is None and spec.host_mofed is None:
         yield _texts("driver_unknown")
 
 
-def name_claim(options: Mapping[str, Any]) -> str | None:
+def name_claim(options: LaunchOptions) -> str | None:
     """Return the claim's name; a claim created without a name is called "shared"."""
-    return options["claim"] or ("shared" if options.get("storage_class") else None)
+    return options.claim or ("shared" if options.storage_class else None)
 
 
-def build_claim(options: Mapping[str, Any]) -> tuple[Document, ...]:
+def build_claim(options: LaunchOptions) -> tuple[Document, ...]:
     """Return the claim to create, if a storage class is given."""
-    if not options["storage_class"]:
+    if not options.storage_class:
         return ()
-    manifests.check_form("object", "--storage-class=", options["storage_class"])
-    manifests.check_size("--storage-size", options["storage_size"])
+    manifests.check_form("object", "--storage-class=", options.storage_class)
+    manifests.check_size("--storage-size", options.storage_size)
     return manifests.from_template(
-        "claim", name=name_claim(options) or "", namespace=options["namespace"], size=options["storage_size"],
-        storage_class=options["storage_class"],
+        "claim", name=name_claim(options) or "", namespace=options.namespace, size=options.storage_size,
+        storage_class=options.storage_class,
     )  # fmt: skip
 
 
-def build_plan(advice: Recommendation, options: Mapping[str, Any], snapshots: Sequence[Snapshot] = ()) -> JobPlan:
+def build_plan(advice: Recommendation, options: LaunchOptions, snapshots: Sequence[Snapshot]) -> JobPlan:
     """Return the job's plan, which writes to the claim unless the settings name a folder. Raises RequestError."""
-    output = str(job_settings.read_explicit_settings(advice, options).get("output_dir", ""))
-    folder = _place_on_claim(output or options["name"])
+    output = str(job_settings.read_explicit_settings(advice, options.request).get("output_dir", ""))
+    folder = manifests.place_on_claim(output or options.name)
     more = (f"output_dir={folder}",) if name_claim(options) else ()
-    plan = job_settings.build_job_plan(advice, options.get("config"), (*options.get("overrides", ()), *more), snapshots)
+    plan = job_plan.build_job_plan(advice, options.request.with_settings(*more), snapshots)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
 
 
-def _place_on_claim(folder: str) -> str:
-    """Return a folder of the settings as the pods see it; a relative path is on the claim."""
-    return posixpath.normpath(posixpath.join(MOUNT, folder))
-
-
-def refuse_untrainable(advice: Recommendation, options: Mapping[str, Any]) -> None:
+def refuse_untrainable(advice: Recommendation, options: LaunchOptions) -> None:
     """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
-    explicit, nodes = job_settings.read_explicit_settings(advice, options), options["nodes"] or 1
-    if refusal := job_settings.explain_untrainable(advice, explicit):
+    explicit, nodes = job_settings.read_explicit_settings(advice, options.request), options.nodes or 1
+    if refusal := job_plan.explain_untrainable(advice, explicit):
         raise JobError(refusal)
     if nodes > 1 and not name_claim(options):
         raise JobError(_texts("one_folder", nodes=nodes))
     output = explicit.get("output_dir")
-    if nodes > 1 and output is not None and not _place_on_claim(str(output)).startswith(f"{MOUNT}/"):
+    if nodes > 1 and output is not None and not manifests.place_on_claim(str(output)).startswith(f"{MOUNT}/"):
         raise JobError(f"output_dir={output}: {nodes} nodes write the same run: must be below {MOUNT}, the claim")
 
 

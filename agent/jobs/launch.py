@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent.advice.job_settings import GRACE_SECONDS
+from agent.advice.job_plan import GRACE_SECONDS
 from agent.base.output import write_atomic
 from agent.jobs.benchmark import stop_on_signals
 from collectives.bench import processes
@@ -35,7 +35,6 @@ class FinishedJob:
     """A job that has ended."""
 
     exit_code: int  # of the job (docs/reference/finetune-job.md) if it could write it, else of torchrun
-    seconds: float
     output: Path
     last_lines: tuple[str, ...]  # of its output, without secrets, because a report quotes them
     cut_short: str = ""  # why the job got SIGTERM early; empty: it ended by itself
@@ -120,7 +119,6 @@ def run(
     on_line: Callable[[str], None], stop: threading.Event | None = None, *, grace_seconds: int = GRACE_SECONDS,
 ) -> FinishedJob:  # fmt: skip
     """Run a command, write its output to a log and pass each line to `on_line`; always end its whole process tree."""
-    started = time.monotonic()
     log = output / "job.log"
     signals = stop_on_signals(signal.SIGTERM, stop=stop)
     with log.open("wb") as stream, signals as (stopping, _), processes.run_folder() as temporary:
@@ -139,10 +137,9 @@ def run(
         stream.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         tail = stream.read(_TAIL_BYTES).decode(errors="replace")
     return FinishedJob(
-        exit_code=-signal.SIGKILL if code is None else code, seconds=time.monotonic() - started, output=log,
+        exit_code=-signal.SIGKILL if code is None else code, output=log, cut_short=cut_short, killed=bool(killed),
         last_lines=tuple(redact(line.rstrip()) for line in tail.splitlines()[-12:]),
-        raised=run_record.raised(tail) if code else "", cut_short=cut_short, killed=bool(killed),
-        grace_seconds=grace_seconds,
+        raised=run_record.raised(tail) if code else "", grace_seconds=grace_seconds,
     )  # fmt: skip
 
 

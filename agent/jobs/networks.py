@@ -15,21 +15,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from agent.advice.advise import EMBEDDED_MODEL, Request, adapt_to_pods, advise, advise_cluster, with_fsdp
-from agent.advice.job_settings import (
-    build_job_plan,
-    build_job_request,
-    build_request,
-    complete_request,
-    plan_transport,
-    read_settings,
-    require_layout,
-)
+from agent.advice.job_plan import build_job_plan, plan_transport, require_layout
+from agent.advice.job_settings import build_job_request, complete_request, read_settings
 from agent.base import units
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, print_notes, print_text, render_template, write_atomic
@@ -37,6 +29,7 @@ from agent.base.result_store import store_run
 from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
 from agent.jobs.namespaces import HOSTS, NamespaceError, NamespaceHosts, create_hosts, why_unavailable
+from agent.jobs.options import LaunchOptions
 from collectives.bench import processes, watch
 from collectives.bench.plan import BenchSpec, Case, write as write_plan
 from collectives.bench.results import BenchResult, Measurement
@@ -175,16 +168,15 @@ def add_run(bar: NetworkBar, record: run_record.RunRecord | None, interface: str
 def add_cost(comparison: NetworkBars) -> NetworkBars:
     """Add time and cost of the whole run."""
 
-    def whole(bar: NetworkBar) -> NetworkBar:
+    def add(bar: NetworkBar) -> NetworkBar:
         if bar.step_seconds is None:
             return bar
         seconds, price = bar.step_seconds * comparison.steps, comparison.node_hour_price
         cost = None if price is None else seconds / 3600 * comparison.nodes * price
-        return replace(
-            bar, run_seconds=seconds, cost=cost, run_forecast=bar.forecast and bar.forecast.scaled(comparison.steps)
-        )
+        forecast = bar.forecast and bar.forecast.scaled(comparison.steps)
+        return replace(bar, run_seconds=seconds, cost=cost, run_forecast=forecast)
 
-    return replace(comparison, bars=tuple(map(whole, comparison.bars)))
+    return replace(comparison, bars=tuple(map(add, comparison.bars)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,7 +184,7 @@ class _LocalComparison:
     """One comparison over namespaces of this host."""
 
     request: Request
-    options: Mapping[str, Any]  # of the verb
+    options: LaunchOptions
     folder: Path
     layout: Layout | None = None  # of the first network; the others run the same layout
 
@@ -207,12 +199,12 @@ class _LocalComparison:
         advice = self._advice(measured, timed)
         output = self.folder / network.name
         output.mkdir(parents=True, exist_ok=True)
-        plan = build_job_plan(advice, self.options["config"], (*self.options["overrides"], f"output_dir={output}"))
+        plan = build_job_plan(advice, self.request.with_settings(f"output_dir={output}"))
         environment = {"GLOO_SOCKET_IFNAME": network.name}
         write_atomic(output / "plan.json", dump_plan(replace(plan, environment=environment)))
         codes = hosts.run(
             network.name, "finetune.train", [["--plan", str(output / "plan.json")]] * HOSTS, output,
-            seconds=self.options["timeout"],
+            seconds=self.options.timeout,
         )  # fmt: skip
         path = output / "run.json"
         record = run_record.read(path) if path.exists() else None
@@ -265,24 +257,22 @@ def _describe_exits(codes: Sequence[int], folder: Path) -> str:
     return f"the ranks ended with {', '.join(map(str, codes))}; {how}: {redact(error)[:300] or 'it printed nothing'}"
 
 
-def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
+def compare_here(options: LaunchOptions, folder: Path) -> NetworkBars:
     """Measure and run over each network in turn. Raises NamespaceError if no namespace can be created."""
-    over = parse(options["networks"] or DEFAULT_NETWORKS, here=True)
-    explicit = read_settings(options["config"], options["overrides"]).explicit
+    over = parse(options.networks or DEFAULT_NETWORKS, here=True)
+    explicit = read_settings(options.request).explicit
     defaults = {"max_steps": STEPS, "save_strategy": "no", "eval_strategy": "no"}
     unset = (f"{name}={value}" for name, value in defaults.items() if name not in explicit)
-    options = {**options, "overrides": (*options["overrides"], *unset)}
-    request = Request.of(
-        model=options["model"], method=options["method"], sequence_length=options["sequence_length"],
-        global_batch=options["global_batch"] or HOSTS, nodes=HOSTS, ranks_per_node=1,
-    )  # fmt: skip
-    request = build_job_request(request, options["config"], options["overrides"])
+    batch = options.request.train.global_batch or HOSTS
+    request = options.request.changed(global_batch=batch, nodes=HOSTS, ranks_per_node=1)
+    request = build_job_request(request.with_settings(*unset))
     if reason := why_unavailable():
         raise NamespaceError(reason)
-    found = read_snapshots((), ALL)
-    place = options["folder"] / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    scans = read_snapshots((), ALL)
+    place = folder / "networks" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     job = _LocalComparison(request=request, options=options, folder=place.absolute())
     job.folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress()
     progress.step("networks: load torch")
     with (
         benchmark.stop_on_signals(signal.SIGTERM) as (stop, _),
@@ -299,7 +289,7 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
         for network, result in zip(over, results, strict=True):
             progress.step(f"networks: run over {network.name}, {network.rate}")
             bars.append(job.bar(hosts, network, result, timed))
-    devices = [device.name for snapshot in found if (facts := snapshot.facts(RdmaFacts)) for device in facts.devices]
+    devices = [device.name for scan in scans if (facts := scan.facts(RdmaFacts)) for device in facts.devices]
     reason = f"{', '.join(devices[:4])} cannot be shared by two namespaces of one host; on a cluster: --api"
     rdma = NetworkBar(network="RDMA", status="not available", why=reason if devices else "no RDMA device on this host")
     records = [run_record.read(Path(bar.record)) for bar in bars if bar.record]
@@ -309,7 +299,7 @@ def compare_here(options: Mapping[str, Any], progress: Progress) -> NetworkBars:
     return add_cost(NetworkBars(
         title=_make_title(request.model, job.layout.family if job.layout else "", HOSTS),
         where="two network namespaces of this host, one rank each on the CPU; networks shaped by tc tbf",
-        nodes=HOSTS, steps=options["steps"] or done, node_hour_price=options["price"], bars=(*bars, rdma),
+        nodes=HOSTS, steps=options.steps or done, node_hour_price=options.price, bars=(*bars, rdma),
     ))  # fmt: skip
 
 
@@ -321,48 +311,52 @@ def _make_title(model: str | None, family: str, ranks: int) -> str:
 # On a cluster.
 
 
-def compare_in_cluster(options: Mapping[str, Any]) -> NetworkBars | None:
+def compare_in_cluster(options: LaunchOptions) -> NetworkBars | None:
     """Run one cluster job per network, one after another; with --dry-run print the jobs instead, and return None."""
-    options = {**options, "dra": (), "nodes": options["nodes"] or 2}
-    networks = parse(options["networks"], here=False)
-    request = complete_request(build_request(options), options["config"], options["overrides"])
-    hosts = read_snapshots(options["hosts"], ALL, root=options["root"])
+    nodes = options.nodes or 2
+    options = replace(options, nodes=nodes)
+    networks = parse(options.networks, here=False)
+    request = complete_request(replace(options.request, nodes=nodes))
+    snapshots = request.read_hosts()
     bars, jobs = [], []
-    advice = with_fsdp(advise(request, hosts))
+    advice = with_fsdp(advise(request, snapshots))
     layout = require_layout(advice).layout
     cluster_job.refuse_untrainable(advice, options)
-    advice, left_out = adapt_to_pods(advice, hosts, here=not options["hosts"])
+    advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
     for network in networks:
-        if network.rdma and not plan_transport(advice, hosts):
+        if network.rdma and not plan_transport(advice, snapshots):
             reason = "no RDMA device was seen on the recorded hosts"
             bars.append(NetworkBar(network="rdma", status="not available", why=reason))
         else:
-            jobs.append((network, build_documents(plan_on(advice, network, request, hosts), network, options, hosts)))
+            on_network = plan_on(advice, network, request, snapshots)
+            jobs.append((network, build_documents(on_network, network, options, snapshots)))
     print_notes(left_out)
-    if options["dry_run"]:
+    if options.dry_run:
         for bar in bars:
             print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        made = [*cluster_job.build_claim(options), *(document for _, of_network in jobs for document in of_network)]
-        print_text(render_documents(made), nl=False)
+        documents = [*cluster_job.build_claim(options), *(each for _, of_network in jobs for each in of_network)]
+        print_text(render_documents(documents), nl=False)
         return None
-    client = connect(options["context"])
+    client = connect(options.context)
     for number, (network, of_network) in enumerate(jobs):
-        made = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
-        bars.append(run(client, made, network, options["api"], seconds=options["timeout"]))
+        documents = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
+        bars.append(run(client, documents, network, options.api, seconds=options.timeout))
     order = {network.name: place for place, network in enumerate(networks)}
     return add_cost(NetworkBars(
         title=_make_title(request.model, layout.family, layout.world_size),
-        where=f"{options['nodes']} pods of namespace {options['namespace']}, by {options['api']}",
-        nodes=options["nodes"], steps=options["steps"] or advice.total_steps or request.train.steps or 1,
-        node_hour_price=options["price"], bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
+        where=f"{nodes} pods of namespace {options.namespace}, by {options.api}",
+        nodes=nodes, steps=options.steps or advice.total_steps or request.train.steps or 1,
+        node_hour_price=options.price, bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
     ))  # fmt: skip
 
 
-def plan_on(advice: Recommendation, network: Network, request: Request, hosts: Sequence[Snapshot]) -> Recommendation:
+def plan_on(
+    advice: Recommendation, network: Network, request: Request, snapshots: Sequence[Snapshot]
+) -> Recommendation:
     """Return the same plan over this network, and if its rate is given, the forecast of the same layout."""
     ranked = require_layout(advice)
     if not (network.rdma or network.attachment) and request.hosts:
-        pods = [snapshot for snapshot in hosts if (facts := snapshot.facts(InterfacesFacts))
+        pods = [snapshot for snapshot in snapshots if (facts := snapshot.facts(InterfacesFacts))
                 and any(link.role == "pod-default" for link in facts.interfaces)]  # fmt: skip
         if wrong := explain_no_interface(network.name, pods):  # of a host; a pod has its own interfaces
             raise InputError(f"--over {network.name}: {wrong}")
@@ -370,7 +364,7 @@ def plan_on(advice: Recommendation, network: Network, request: Request, hosts: S
         on_network = replace(request, network=network.rate, transport="rdma" if network.rdma else "tcp")
         same = {"dp_replicate", "dp_shard", "tp", "pp", "cp", "micro_batch", "gradient_accumulation", "sharding"}
         fixed = tuple((name, getattr(ranked.layout, name)) for name in sorted(same))
-        there = advise(replace(on_network, train=replace(request.train, fixed_layout=fixed)), hosts)
+        there = advise(replace(on_network, train=replace(request.train, fixed_layout=fixed)), snapshots)
         if there.chosen is None:
             raise JobError(f"--over {network.name},{network.rate}: no forecast: {there.rejected[0].reason}")
         ranked = replace(ranked, forecast=there.chosen.forecast)
@@ -409,10 +403,10 @@ def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
 
 
 def build_documents(
-    advice: Recommendation, network: Network, options: Mapping[str, Any], snapshots: Sequence[Snapshot]
+    advice: Recommendation, network: Network, options: LaunchOptions, snapshots: Sequence[Snapshot]
 ) -> tuple[Document, ...]:
     """Return the job of one network; its name and output folder end with the network's name."""
-    options = {**options, "name": f"{options['name']}-{network.name}"}
+    options = replace(options, name=f"{options.name}-{network.name}")
     spec = cluster_job.build_spec(advice, options)
     if network.attachment:
         inside = "" if network.rdma else f"@{network.name}"
@@ -422,7 +416,7 @@ def build_documents(
     plan = cluster_job.build_plan(advice, options, snapshots)
     if not (network.rate or network.rdma):  # without a known rate there is no forecast to compare with
         plan = replace(plan, forecast=RunForecast())
-    return cluster_job.build_documents(spec, options["api"], plan)
+    return cluster_job.build_documents(spec, options.api, plan)
 
 
 def run(client: Client, documents: Sequence[Document], network: Network, api: str, *, seconds: float) -> NetworkBar:
@@ -449,11 +443,11 @@ def run(client: Client, documents: Sequence[Document], network: Network, api: st
     return add_run(bar, record, network.name, rdma=network.rdma)
 
 
-def draw_bars(comparison: NetworkBars) -> str:
+def draw_bars(networks: NetworkBars) -> str:
     """Draw the bars as a self-contained SVG: step time, the forecast's interval, time and cost of the whole run."""
-    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in comparison.bars)])
-    best = min((b.step_seconds for b in comparison.bars if b.step_seconds), default=0.0)
-    return render_template(__file__, "networks.svg.j2", found=comparison, full=full, best=best, label_bar=label_bar)
+    full = max([1e-9, *(max(b.step_seconds or 0.0, b.forecast.high if b.forecast else 0.0) for b in networks.bars)])
+    best = min((b.step_seconds for b in networks.bars if b.step_seconds), default=0.0)
+    return render_template(__file__, "networks.svg.j2", networks=networks, full=full, best=best, label_bar=label_bar)
 
 
 def label_bar(bar: NetworkBar, best: float) -> tuple[str, str]:

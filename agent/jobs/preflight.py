@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.advice.advise import Request, advise, with_fsdp
-from agent.advice.job_settings import build_job_plan, build_job_request, build_request, estimate_grace, read_settings
+from agent.advice.job_plan import build_job_plan, estimate_grace
+from agent.advice.job_settings import build_job_request, read_settings
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
@@ -86,12 +87,15 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
     expected = require_expectations(options["expect"], options["expect_file"])
     needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
     before = baseline.read_baseline(options["baseline"], needs)
-    read_settings(options["config"], options["overrides"])
+    # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
+    nodes = 1 if options["train"] else None
+    request = Request.of(**{**options, "nodes": nodes}, ranks_per_node=options["ranks"])
+    read_settings(request)
     progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
     seconds = min(PROBE_SECONDS, options["timeout"])
     snapshots = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
     with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
-        report = _Stages(options, progress, snapshots, before, expected, stop).report()
+        report = _Stages(options, request, progress, snapshots, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
 
 
@@ -100,8 +104,9 @@ class _Stages:
     """Everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
 
     options: Mapping[str, Any]
+    request: Request
     progress: Progress
-    found: tuple[Snapshot, ...]
+    snapshots: tuple[Snapshot, ...]
     before: baseline.Baseline
     expected: Sequence[NodeExpectation]
     stop: threading.Event
@@ -109,7 +114,8 @@ class _Stages:
 
     def report(self) -> Report:
         """Run all stages."""
-        options, snapshots, request = self.options, self.found, self._request()
+        options, snapshots = self.options, self.snapshots
+        request = build_job_request(self.request) if options["train"] else self.request
         result = self._measure()
         calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
         if result is not None:
@@ -166,7 +172,7 @@ class _Stages:
             self.notes.append("not measured: recorded hosts cannot be measured")
             return None
         spec = benchmark.build_preflight_spec(
-            self.found, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
+            self.snapshots, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
             required=make_required_links(self.expected),
         )  # fmt: skip
         try:
@@ -176,25 +182,17 @@ class _Stages:
             return None
 
     def _ranks(self) -> int:
-        return int(self.options["ranks"] or benchmark.count_default_ranks(self.found))
+        return int(self.options["ranks"] or benchmark.count_default_ranks(self.snapshots))
 
     def _calibrate(self, request: Request) -> Calibration | None:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
         self.progress.step(f"measure: GEMMs and a layer of {request.model}")
         try:
-            return benchmark.calibrate_host(
-                request, self._ranks(), gpu=bool(benchmark.list_gpus(self.found)), stop=self.stop
-            )
+            gpu = bool(benchmark.list_gpus(self.snapshots))
+            return benchmark.calibrate_host(request, self._ranks(), gpu=gpu, stop=self.stop)
         except (benchmark.BenchmarkError, ValueError) as error:
             self.notes.append(f"not calibrated: {error}")
             return None
-
-    def _request(self) -> Request:
-        """Return the request to the planner; a run without a named model trains the embedded job."""
-        options = self.options
-        # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
-        request = build_request({**options, "nodes": 1 if options["train"] else None})
-        return build_job_request(request, options["config"], options["overrides"]) if options["train"] else request
 
     def _run(
         self, view: View, advice: Recommendation, result: BenchResult | None
@@ -211,7 +209,7 @@ class _Stages:
         record, reason = self._train(advice)
         if self.stop.is_set() and record is None:  # the end of the job then shows nothing about the machine
             return None, make_unmeasured(RUN_CODES, reason)
-        return record, measured.check_run(record, self.found[0].hostname, reason)
+        return record, measured.check_run(record, self.snapshots[0].hostname, reason)
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
         """Launch the job with exactly the recommended environment and layout."""
@@ -220,7 +218,7 @@ class _Stages:
         # A new folder for every run: otherwise the job would resume, and a finished run has no steps left
         output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         try:
-            plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={output}"))
+            plan = build_job_plan(advice, self.request.with_settings(f"output_dir={output}"))
             done = launch.train(
                 plan, output, timeout_seconds=options["timeout"], grace_seconds=estimate_grace(advice, None),
                 on_line=self.progress.note, stop=self.stop,
@@ -335,6 +333,5 @@ def render_junit(report: Report) -> str:
         suites.setdefault(check.node or "run", []).append(check)
     measured = [m for m in report.bench.measurements if m.verified] if report.bench else []
     aside = describe_unchecked_gpus(report.checks)
-    return printable(
-        render_template(__file__, "junit.xml.j2", aside=aside, suites=sorted(suites.items()), measured=measured)
-    )
+    by_node = sorted(suites.items())
+    return printable(render_template(__file__, "junit.xml.j2", aside=aside, suites=by_node, measured=measured))

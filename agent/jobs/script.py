@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import Request, adapt_to_pods, advise
-from agent.advice.job_settings import add_job_settings, estimate_grace, look_up_shape, run_forecast
+from agent.advice.job_plan import estimate_grace, run_forecast
+from agent.advice.job_settings import add_job_settings, look_up_shape
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.codes import ALL_CODES
@@ -27,10 +28,11 @@ from agent.checks.verdict import GateError, select
 from agent.jobs.autostart.sitecustomize import REPORT
 from agent.jobs.benchmark import count_default_ranks
 from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_command, run
+from agent.jobs.options import LaunchOptions
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
-from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobConfig, JobPlan, parse_config
+from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobPlan, parse_config
 from contracts.plain import loads as plain
 from contracts.redaction import redact
 from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
@@ -62,12 +64,12 @@ class ScriptPlan:
 
 
 def build_plan(
-    script: Path, arguments: Sequence[str], snapshots: Sequence[Snapshot], options: Mapping[str, Any], folder: Path
+    script: Path, arguments: Sequence[str], snapshots: Sequence[Snapshot], options: LaunchOptions, folder: Path
 ) -> ScriptPlan:
     """Return the torchrun command for this host, and the forecast if the arguments contain the layout."""
-    ranks = options["ranks"] or count_default_ranks(snapshots)
+    ranks = options.request.ranks_per_node or count_default_ranks(snapshots)
     command = read_command(["torchrun", str(script), *arguments], _read_text)
-    request = Request(hosts=options["hosts"], root=options["root"], nodes=1, ranks_per_node=ranks)
+    request = replace(options.request, nodes=1, ranks_per_node=ranks)
     advice, lines = forecast_command(command, request, snapshots)
     set_already = [f"{s.name}={os.environ[s.name]} is set and stays; recommended is {s.value}: {s.reason.rule}"
                    for s in advice.settings if os.environ.get(s.name, s.value) != s.value]  # fmt: skip
@@ -87,7 +89,7 @@ def build_plan(
             forecast=run_forecast(advice), notes=tuple(lines),
         ),
         notes=(*set_already, *lines, *([f"the ranks run {python}"] if python != sys.executable else [])),
-        grace_seconds=estimate_grace(advice, options["storage_rate"]),
+        grace_seconds=estimate_grace(advice, options.storage_rate),
     )  # fmt: skip
 
 
@@ -285,8 +287,11 @@ def forecast_command(
         unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
     if not unknown:
         try:
-            config, settings, _ = parse_config(add_defaults(command))
-            advice = advise(_complete_question(request, config, settings), snapshots)
+            settings = parse_config(add_defaults(command))
+            name = str(settings.explicit["model_name_or_path"])
+            shape = look_up_shape(name, settings.config.model_revision)
+            with_model = request.changed(model=name, engine="trl", shape=shape)
+            advice = advise(add_job_settings(with_model, settings), snapshots)
             if advice.chosen is None:
                 reason = advice.rejected[0].reason if advice.rejected else "no layout is allowed"
                 unknown = [f"the layout of its arguments does not run: {reason}"]
@@ -297,12 +302,6 @@ def forecast_command(
     lines += [f"forecast: {text}" for text in alone.unknowns if alone.chosen]
     lines += [note.text.split(". ")[0] for note in alone.notes if note.topic in ("platform", "RCCL")]
     return alone, [*unknown, *lines, *command.notes]
-
-
-def _complete_question(request: Request, config: JobConfig, settings: dict[str, Any]) -> Request:
-    name = str(settings["model_name_or_path"])
-    with_model = request.changed(model=name, engine="trl", shape=look_up_shape(name, config.model_revision))
-    return add_job_settings(with_model, config, settings)
 
 
 def format_forecast(advice: Recommendation) -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import units
-from agent.base.output import render_template
+from agent.base.output import explain_unwritable, render_template
 from agent.checks.codes import make_finding
 from agent.jobs.benchmark import advise_network_environment, describe_links, list_gpu_processes, list_gpus
 from collectives.bench.plan import SpecError
@@ -50,6 +50,8 @@ def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> Sea
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
     if not 0 <= node < nodes:
         raise SpecError(f"node_rank: {node} is not allowed; allowed: 0 to {nodes - 1}")
+    if node == 0 and options["journal"] and (problem := explain_unwritable(options["journal"])):
+        raise SpecError(f"journal: {options['journal']}: {problem}")
     gpus = list_gpus(snapshots[:1])
     ranks = options["ranks"] or launched.get("ranks") or len(gpus) or 1
     backend = detect_backend()
@@ -214,10 +216,7 @@ def draw_pairs(result: SearchResult) -> str:
          "bad": (a, b) in links, "words": "no byte moved" if excess >= STUCK else f"{excess:+.1%} time"}
         for a, b, excess in result.pairs
     ]  # fmt: skip
-    nodes = [
-        {"name": plain.printable(result.hosts[node]), "state": result.verdicts[node].state} for node in result.drawn
-    ]
-    title = f"{summarise(result)[0]}. The picture shows {len(nodes)} of {units.count(len(result.hosts), 'node')}."
-    return render_template(
-        __file__, "search.svg.j2", title=plain.printable(title), nodes=nodes, cells=cells, legend=COLOURS
-    )
+    verdicts, count = result.verdicts, units.count(len(result.hosts), "node")
+    nodes = [{"name": plain.printable(result.hosts[node]), "state": verdicts[node].state} for node in result.drawn]
+    title = plain.printable(f"{summarise(result)[0]}. The picture shows {len(nodes)} of {count}.")
+    return render_template(__file__, "search.svg.j2", title=title, nodes=nodes, cells=cells, legend=COLOURS)

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.advice.advise import Request, advise
-from agent.advice.job_settings import build_job_plan, describe_grace, estimate_grace
+from agent.advice.job_plan import build_job_plan, describe_grace, estimate_grace
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
 from agent.checks.codes import ALL_CODES
 from agent.checks.verdict import select
+from agent.jobs.options import LaunchOptions
 from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_config import RunForecast, dump_plan
 from contracts.tables import read_table
@@ -57,45 +58,45 @@ def run_slurm(*command: str) -> str:
 
 
 def build_script(
-    advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: Mapping[str, Any]
+    advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions
 ) -> tuple[str, list[str]]:
     """Return the batch script of the job described by the options, and notes. Raises InputError or ValueError."""
-    select((), require=options["require"], codes=ALL_CODES)
-    nodes, notes, exclude = options["nodes"] or 1, list[str](), options["exclude"] or ""
-    if not (options["hosts"] or options["machine"]):
+    select((), require=options.require, codes=ALL_CODES)
+    nodes, notes, exclude = options.nodes or 1, list[str](), options.exclude or ""
+    if not (options.request.hosts or options.request.machine):
         notes.append(_LIKE_THIS_HOST)
-    if options["over"]:
+    if options.over:
         from agent.jobs.networks import explain_no_interface, use_tcp
 
-        check_word("--over", options["over"])
-        if wrong := explain_no_interface(options["over"], snapshots):
-            if options["hosts"]:
-                raise InputError(f"--over {options['over']}: {wrong}")
-            notes.append(f"--over {options['over']}: {wrong}")
-        advice = use_tcp(advice, options["over"])
-    plan = build_job_plan(advice, options["config"], (*options["overrides"], f"output_dir={folder}"), snapshots)
-    if options["over"]:  # the rate of this network is unknown
+        check_word("--over", options.over)
+        if wrong := explain_no_interface(options.over, snapshots):
+            if options.request.hosts:
+                raise InputError(f"--over {options.over}: {wrong}")
+            notes.append(f"--over {options.over}: {wrong}")
+        advice = use_tcp(advice, options.over)
+    plan = build_job_plan(advice, options.request.with_settings(f"output_dir={folder}"), snapshots)
+    if options.over:  # the rate of this network is unknown
         plan = replace(plan, forecast=RunForecast())
     assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
     ranks, left = divmod(plan.layout.world_size, nodes)
     if left:
         raise ScriptError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
-    seconds = estimate_grace(advice, options["storage_rate"], SAVE_SECONDS)
+    seconds = estimate_grace(advice, options.storage_rate, SAVE_SECONDS)
     if "/" in exclude or os.path.isfile(exclude):
         exclude = read_input(exclude, _LIST_BYTES, hint="").decode(errors="replace")
-    sbatch_options = dict(word.partition("=")[::2] for word in options["sbatch"])
-    if options["partition"]:
-        check_word("--partition", options["partition"])
-        sbatch_options["partition"] = options["partition"]
+    sbatch_options = dict(word.partition("=")[::2] for word in options.sbatch)
+    if options.partition:
+        check_word("--partition", options.partition)
+        sbatch_options["partition"] = options.partition
     script = render_script(
-        name=options["name"], nodes=nodes, ranks_per_node=ranks, plan=dump_plan(plan), output=folder,
+        name=options.name, nodes=nodes, ranks_per_node=ranks, plan=dump_plan(plan), output=folder,
         python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
-        exclude=compress_host_list(expand_host_list(exclude)), time_limit=options["time_limit"], options=sbatch_options,
-        gate=not options["no_preflight"], require=options["require"], measure=options["measure"],
+        exclude=compress_host_list(expand_host_list(exclude)), time_limit=options.time_limit, options=sbatch_options,
+        gate=not options.no_preflight, require=options.require, measure=options.measure,
         ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
-        restarts=RESTARTS if options["restarts"] is None else options["restarts"],
+        restarts=RESTARTS if options.restarts is None else options.restarts,
     )  # fmt: skip
-    notice = describe_grace(advice, "the ranks", seconds, SAVE_SECONDS, options["storage_rate"])
+    notice = describe_grace(advice, "the ranks", seconds, SAVE_SECONDS, options.storage_rate)
     return script, [*notes, *plan.notes, *filter(None, [notice])]
 
 

@@ -1,4 +1,4 @@
-"""Print environment, layout and forecast on the terminal."""
+"""Print the environment, layout and forecast of a recommendation; the pages use the same words."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ def _print_environment(out: Console, advice: Recommendation) -> None:
     for note in advice.notes:
         print_bullet(out, "·", f"[bold]{escape(note.topic)}[/bold]: {escape(note.text)}")
     for need in advice.needs:
-        print_bullet(
-            out, "·", f"the pod needs {escape(describe_need(need.name, need.value))}: {escape(need.reason.rule)}"
-        )
+        text = f"the pod needs {describe_need(need.name, need.value)}: {need.reason.rule}"
+        print_bullet(out, "·", escape(text))
 
 
 def describe_need(name: str, value: str) -> str:

@@ -1,4 +1,4 @@
-"""Print findings, failures first with the remedy, and the verdict."""
+"""Print findings, failures first with the remedy; equal findings of several nodes or devices once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print hosts: one row per probe."""
+"""Print scans: the verdict, the hardware of each host, what each probe read, and the findings in brief."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print a node's links."""
+"""Print the topology of a node: a summary, or the matrix with islands, nearest NICs and warnings."""
 
 from __future__ import annotations
 

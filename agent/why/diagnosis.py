@@ -17,7 +17,7 @@ from typing import Any
 from agent.base.options import InputError
 from agent.why.ranks import find_newest_call, read_settled_run
 from collectives.nccl_log import evidence
-from collectives.nccl_log.reader import LogFileError, Unpacked, clean, split_long
+from collectives.nccl_log.reader import LogFileError, Unpacked, split_line
 from collectives.nccl_log.transport import Evidence, LogProblem
 from collectives.traces import rank_files, ras, watchdog
 from contracts import bounded, run_record
@@ -37,10 +37,6 @@ _SENT = re.compile(r"Sending process (\d{1,9}) closing signal")
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
 
 
-class WhyError(InputError):
-    """A source cannot be read; the message names it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhySources:
     """The sources of a diagnosis, as the command line names them."""
@@ -54,7 +50,7 @@ class WhySources:
 
 
 def answer(sources: WhySources) -> Verdict:
-    """Return the verdict from all sources. Raises WhyError."""
+    """Return the verdict from all sources. Raises InputError."""
     saved = tuple(filter(_is_saved_ras, sources.logs))
     logs = tuple(log for log in sources.logs if log not in saved)
     sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
@@ -81,6 +77,7 @@ def answer(sources: WhySources) -> Verdict:
         again = f"it {requeued[1]}"
     verdict = with_end_of_job(verdict, facts.ages)
     verdict = with_gate(with_restart(verdict, record, again), _read_last_log(sources, ends))
+    verdict = replace(verdict, nodes=tuple(sorted({*verdict.nodes, *(n for one in verdict.causes for n in one.nodes)})))
     run = f"--run {sources.run or 'DIR'}"
     questions = (replace(one, command=one.command.replace("--run DIR", run)) for one in verdict.unknown)
     redacted: Verdict = without_secrets(replace(verdict, unknown=(*questions, *unknown)))  # it contains log lines
@@ -101,23 +98,24 @@ def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[st
         found = evidence.read_files(sources.logs) if sources.logs else None
         logs = _Logs(sources.logs, {state.pid: rank for rank, state in facts.states.items() if state.pid})
     except OSError as error:
-        raise WhyError(f"{error.filename}: {error.strerror}") from None
+        raise InputError(f"{error.filename}: {error.strerror}") from None
     except LogFileError as error:
-        raise WhyError(str(error)) from None
+        raise InputError(str(error)) from None
     log, texts = logs.report, [*logs.ends.values()]
     outlived = {"rendezvous_timeout", "python_traceback"} & {note.code for note in found.notes} if found else set()
     if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
         log, texts = replace(log, errors={}, rendezvous={}), []
     rows = {row.rank: row for text in texts for row in run_record.failed_ranks(text)}
+    log = replace(log, errors={**{rank: row.error for rank, row in rows.items() if row.error}, **log.errors})
     # torchrun lists every rank of its node that it ended; a table with only its root cause is not such a list
     listed = len(rows) if len(rows) > 1 and set(rows) == set(range(len(rows))) else 0
     members = [max(ranks) + 1 for trace in facts.traces.values() for ranks in trace.groups.values() if ranks]
     worlds = [*filter(None, (facts.world, listed, found.ranks if found else None)), *members]
     reached = [max(ranks) + 1 for ranks in (facts.traces, facts.states, log.traces) if ranks]
     facts = replace(
-        facts, log=log, first=_first_ended(texts, facts.first), failed=rows, limit=sources.limit, stacks=logs.stacks,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(),
-        world=max([*worlds, *reached]) if worlds else None,
+        facts, log=log, first=_first_ended(texts, facts.first), failed={**facts.failed, **rows}, limit=sources.limit,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), stacks=logs.stacks,
+        hosts=found.rank_hosts if found else {}, world=max([*worlds, *reached]) if worlds else None,
     )  # fmt: skip
     return facts, found, logs.ends, wrong
 
@@ -135,9 +133,8 @@ def _read_lines(path: Any) -> Iterator[str]:
 
 
 def _split(line: bytes) -> list[str]:
-    """Split a line at the carriage returns of progress bars; remove its colours, and the end of a JSON entry."""
-    parts = chain.from_iterable(map(clean, split_long(line)))
-    return [part.decode("utf-8", errors="replace") for part in parts if not part.startswith((b'"}', b'",'))]
+    """Split a line at the carriage returns of progress bars; remove its colours."""
+    return [part.decode("utf-8", errors="replace") for part in split_line(line)]
 
 
 def _is_saved_ras(log: str) -> bool:
@@ -177,16 +174,15 @@ class _Logs:
 
 def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
     """Return the end of the newest log; without logs, of the batch scripts' logs in the run's folder."""
-    logs = [*map(Path, ends)]
-    if not logs and sources.run is not None:
-        logs = [path for path in sources.run.glob("slurm-*.log") if re.fullmatch(r"slurm-\d+\.log", path.name)]
-    written = {str(path): path.stat().st_mtime for path in logs if path.is_file()}
-    newest = max(written, key=written.__getitem__, default="")
-    if newest and newest not in ends:
-        with suppress(OSError), bounded.open_regular(newest) as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _MAX_END))
-            return "\n".join(chain.from_iterable(map(_split, stream.read().split(b"\n"))))
-    return ends.get(newest, "")
+    scripts = sources.run.glob("slurm-*.log") if sources.run and not ends else ()
+    logs = [*map(Path, ends), *(path for path in scripts if re.fullmatch(r"slurm-\d+\.log", path.name))]
+    newest = max(filter(Path.is_file, logs), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None or str(newest) in ends:
+        return ends.get(str(newest), "")
+    with suppress(OSError), bounded.open_regular(newest) as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _MAX_END))
+        return "\n".join(chain.from_iterable(map(_split, stream.read().split(b"\n"))))
+    return ""
 
 
 def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
@@ -214,7 +210,7 @@ def _read_ras(source: str) -> ras.RasReport:
             return ras.read(ras.ask(host, int(port)))
         return ras.read(bounded.read(source, ras.MAX_BYTES))
     except (OSError, bounded.TooLargeError, ras.RasError) as error:
-        raise WhyError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
+        raise InputError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
 
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
@@ -308,13 +304,15 @@ _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted"
 # A cause of `why`, and the problem of the log that says less about the same lines.
 _MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch",
                "rank.gone": "job_failed"}  # fmt: skip
+_OF_NODE = ("node_failed", "gpu_xid", "gpu_pcie_error", "pcie_error", "fabric_manager_not_ready")
 
 
 def _make_cause(problem: LogProblem) -> Cause:
-    """Return the cause for a log problem."""
+    """Return the cause for a log problem, with its hosts if one of them is at fault."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
     place = f"{problem.place}: " if problem.place else ""
-    return Cause(code=problem.code, message=place + problem.message, evidence=lines, action=problem.action)
+    return Cause(code=problem.code, message=place + problem.message, evidence=lines, action=problem.action,
+                 nodes=problem.hosts if problem.code in _OF_NODE else ())  # fmt: skip
 
 
 def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
@@ -348,7 +346,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     if verdict.state == "fine" and rows and rows[0].severity == "fail":
         return replace(verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes)
     if verdict.state == "fine" and log.outcome == "finished":
-        verdict = replace(verdict, line="fine: the log shows that the job finished")
+        verdict = replace(verdict, line="fine: the log shows that the job finished", unknown=())
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine except for a problem in the log: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes))

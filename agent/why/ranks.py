@@ -155,15 +155,15 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
         full = str(folder) if states and disk.f_bavail == 0 < disk.f_blocks else ""
     if full and began - last > STALE_SECONDS:  # a rank that runs cannot write either
         silence, ages = None, {}
-    first, stopped = _end_by_torchrun(ranks / FIRST)
+    failed, stopped = _end_by_torchrun(ranks / FIRST)
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,
-                     starting=find_starting_ranks(states, alive), first=first, stopped=stopped,
-                     silence=silence, world=newest_state.world_size or None,
+                     starting=find_starting_ranks(states, alive), failed=failed, stopped=stopped,
+                     first=next(iter(failed), None), silence=silence, world=newest_state.world_size or None,
                      now=now if is_running else newest_state.written or find_newest_call(traces))  # fmt: skip
     return facts, wrong + bad
 
 
-def _end_by_torchrun(path: Path) -> tuple[int | None, str]:
+def _end_by_torchrun(path: Path) -> tuple[dict[int, run_record.FailedRank], str]:
     """Return the rank that torchrun saw fail first, or the signal that torchrun received: "SIGTERM at 04:03:03 UTC".
 
     A rank that was aborted or terminated because of another rank does not count.
@@ -172,10 +172,10 @@ def _end_by_torchrun(path: Path) -> tuple[int | None, str]:
         end = plain.loads(bounded.read_text(path, MAX_STATE_BYTES))
         if "signal" in end:
             name = signal.Signals(int(end["signal"])).name
-            return None, f"{name} at {time.strftime('%H:%M:%S', time.gmtime(end['at']))} UTC"
+            return {}, f"{name} at {time.strftime('%H:%M:%S', time.gmtime(end['at']))} UTC"
         failed = run_record.FailedRank(int(end["rank"]), int(end["exit_code"]))
-        return failed.rank if failed.is_own else None, ""
-    return None, ""
+        return {failed.rank: failed} if failed.is_own else {}, ""
+    return {}, ""
 
 
 def _get_modified(path: Path) -> float:

@@ -14,15 +14,14 @@ from dataclasses import replace
 from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from collectives.nccl_log import problems as evidence_problems
 from collectives.nccl_log.codes import CODES, LOGGING, PATHS, list_codes, make_problem
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
-from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, looks_like_text
+from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, holds_text
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, RunEvidence, by_severity
-from contracts import plain
 from contracts.bounded import open_regular, utf8_chunks
 from contracts.redaction import without_secrets
 
@@ -268,6 +267,7 @@ def judge_runs(runs: Runs) -> Evidence:
         problems=_join_problems([jobs, *(run.problems for run in each)]),
         notes=(note, *_join_problems([run.notes for run in each])),
         missing_ranks=tuple(sorted({rank for run in each for rank in run.missing_ranks})),
+        rank_hosts={},  # a rank may have another host in each run
         outcome=min((run.outcome for run in each), key=("failed", "unknown", "finished").index),
         runs=rows,
         lines_read=runs.lines,
@@ -310,13 +310,11 @@ def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
         file_runs = Runs()
         name = str(file) if len(files) > 1 and isinstance(file, str | Path) else ""
         try:
-            if not isinstance(file, str | Path):
-                _take(file_runs, file, name)
-            elif str(file) == "-":
-                _take(file_runs, sys.stdin.buffer, "standard input" if name else "")
-            else:
+            if isinstance(file, str | Path) and str(file) != "-":
                 with open_regular(file) as opened:
                     _take(file_runs, opened, name)
+            else:
+                _take(file_runs, sys.stdin.buffer if isinstance(file, str | Path) else file, name)
         except LogFileError as error:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
         runs.join(file_runs)
@@ -328,17 +326,12 @@ def list_files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | 
     """Return the files; a folder is replaced by all text files in it and its subfolders, sorted by name."""
     for path in paths:
         if isinstance(path, str | Path) and str(path) != "-" and Path(path).is_dir():
-            inside = sorted(file for file in Path(path).rglob("*") if file.is_file() and _holds_text(file))
+            inside = sorted(file for file in Path(path).rglob("*") if file.is_file() and holds_text(file))
             if not inside:
                 raise LogFileError(f"{path}: no text file in this folder: expected the logs of a run")
             yield from inside
         else:
             yield path
-
-
-def _holds_text(file: Path) -> bool:
-    with open_regular(file) as opened:
-        return looks_like_text(opened.read(4096))
 
 
 def _take(runs: Runs, file: BinaryIO, name: str) -> None:
@@ -365,11 +358,6 @@ def _take(runs: Runs, file: BinaryIO, name: str) -> None:
 def environment(debug_dir: str | Path) -> dict[str, str]:
     """Return the variables with which NCCL logs evidence: one file per process in ``debug_dir``, for ``read_files``."""
     return {**LOGGING, "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log")}
-
-
-def to_json(evidence: Evidence) -> dict[str, Any]:
-    """Return the verdict as plain data."""
-    return {**plain.write(evidence), "exit_code": exit_code(evidence)}
 
 
 def exit_code(evidence: Evidence, *, fail_on: Literal["fail", "warn"] = "fail", require_gdrdma: bool = True) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, list_codes, make_problem
-from collectives.nccl_log.ledger import Ledger
+from collectives.nccl_log.ledger import Ledger, Writer
 from collectives.nccl_log.messages import Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 from hardware.units import some
@@ -18,6 +18,7 @@ _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # la
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
+_NO_CAUSE = ("time_limit_reached", "job_cancelled", "job_stopped", *list_codes("vague"), *list_codes("gdr"))
 _OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
 _NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
 
@@ -106,10 +107,13 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     # and a slow path after any failure.
     slow = {code for code in list_codes("gdr") if code in problems and problems[code].severity == "fail"}
     ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + 3 * (each.code in slow)))
-    marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity != "info"]
+    marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity == "fail"]
     outcome = "finished" if ledger.facts.finished else "unknown"
     outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
-    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome)
+    named = sorted({rank for problem in (*ranked, *findings.notes) for rank in problem.ranks})
+    places = ledger.hosts_of(Writer(rank=rank) for rank in named)
+    hosts = {rank: host for rank, host in zip(named, places, strict=True) if host}
+    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome, rank_hosts=hosts)
 
 
 class _Findings:
@@ -160,8 +164,8 @@ class _Findings:
         provider = self.facts.provider or "efa"
         other = CODES[code].other_provider
         if provider.startswith("efa") or not other:
-            hosts = self._find_common_end(code) if CODES[code].either_end else ()
-            self.add(code, "this host is one end of each failed connection" * bool(hosts), hosts=hosts)
+            hosts = self._find_ends(code) if CODES[code].either_end else ()
+            self.add(code, "this host is one end of each failed connection" * (len(hosts) == 1), hosts=hosts)
             return
         if other == "libfabric_request_failed" and provider == "cxi":
             other = "slingshot_request_failed"
@@ -188,9 +192,10 @@ class _Findings:
         short = {name[:end] for name in names for end, letter in enumerate(name) if letter == "."}
         return tuple(name for name in names if name not in short)
 
-    def _find_common_end(self, code: str) -> Collection[str]:
+    def _find_ends(self, code: str) -> Collection[str]:
         """Return the host, or the address, that is an end of all connections that failed, if no other can be at fault.
 
+        Of a single connection, return both ends.
         Two other hosts have such a connection by its own lines, or by theirs. In a chain of three the first may have
         ended, and the second because of it. A host that closed connections is the peer of all.
         """
@@ -206,7 +211,7 @@ class _Findings:
             peers = {peer for host, peer in ends if host == one} & hosts - {one}
             if len(writers) > 1 or (len(peers) > 1 and code != "connection_closed_by_peer"):
                 return {one}
-        return ()
+        return set(ends[0]) if len(set(ends)) == 1 and all(ends[0]) else ()
 
     def _select_lines(self, rows: tuple[ProofLine, ...], hosts: set[str]) -> tuple[ProofLine, ...]:
         """Return a line of each of the first four of these hosts or devices, or two of one; any if none is theirs."""
@@ -250,7 +255,10 @@ class _Findings:
         """Make consequences and noise notes if the log has the first cause."""
         refused = {writer.host for writer in self.ledger.writers_of("ibv_open_device_failed")}
         others_work = self.inter.startswith("IB") and len(refused) >= self.ledger.host_count()
-        mild = {"libibverbs_missing": self.inter and self._note_several()[1], "ibv_open_device_failed": others_work}
+        fails = [code for code, row in self.problems.items() if row.severity == "fail" and self.ledger.attempts]
+        mild = {code: self.ledger.outlived(code, before_nccl=True) for code in fails}  # of an attempt before the last
+        is_unsure = bool(self.inter and self._note_several()[1])
+        mild |= {"libibverbs_missing": is_unsure, "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
         for code in [code for kind in _NOTES for code in self.problems if CODES[code].note == kind]:
@@ -331,9 +339,9 @@ class _Findings:
             others = [name for name in sockets if name not in suspects]
             suffix = f" (other interfaces: {', '.join(others[:4])})" if others else ""
             local = not self.facts.finished and any(name.startswith(WORDS_OF["local"]) for name in suspects)
-            carries = others and self.inter == "Socket" and not self._note_several()[1]
-            alone = not self.evidence.transports and len(self._named(host for _, host in self.facts.addresses)) > 1
-            stops = local and (carries or alone or "socket_connect_failed" in self.problems)
+            has_begun = self.evidence.transports or self.facts.counts["completed set-ups"]
+            stuck = (not has_begun or (others and self.inter == "Socket")) and not self._note_several()[1]
+            stops = local and (stuck or "socket_connect_failed" in self.problems)
             self.add("docker_interface_used", some(list(suspects), limit=3) + suffix, severity="fail" if stops else "")
             self.problems = {"docker_interface_used": self.problems.pop("docker_interface_used"), **self.problems}
 
@@ -495,17 +503,17 @@ class _Findings:
             self.add("no_inter_node_evidence")
 
     def find_setups(self) -> None:
-        """Find ranks that began a communicator and did not complete it; a log of parts of lines does not show them."""
-        facts, code = self.facts, "setup_not_completed"
-        completed = {place for place, state in facts.setups if state == "COMPLETE"}
-        waiting = [place for place, state in facts.setups if state == "START" and place not in completed]
-        # A torn line has these words, but perhaps not its rank.
-        lacking = facts.counts["set-ups of communicators"] - facts.counts["completed set-ups of communicators"]
+        """Find ranks that began a communicator and did not complete it. Others did, or the log has no channel."""
+        facts, rows, code = self.facts, self.facts.setups, "setup_not_completed"
+        waiting = [place for place, state in rows if state == "START" and (place, "COMPLETE") not in rows]
+        begun, completed = facts.counts["set-ups"], facts.counts["completed set-ups"]  # torn lines may lack the rank
         goes_on = facts.finished or self.ledger.steps or facts.counts["lines left out by Ray"]
-        is_shown = waiting and lacking > 0 and (completed or not self.evidence.transports)
-        if is_shown and not goes_on and not self.has_reason(code):
-            self.add(code, hosts=self._named(place.host for place in waiting), count=lacking)
-            self.problems[code] = replace(self.problems[code], ranks=tuple(sorted({place.rank for place in waiting})))
+        expired = "time_limit_reached" in self.problems  # so the log was not cut
+        is_shown = waiting and begun > completed and (completed or expired or not self.evidence.transports)
+        if is_shown and not goes_on and not self.has_failure(code, *_NO_CAUSE):
+            self.add(code, hosts=self._named(place.host for place in waiting), severity="fail" if expired else "")
+            ranks = tuple(sorted({place.rank for place in waiting}))
+            self.problems = {code: replace(self.problems.pop(code), ranks=ranks), **self.problems}
 
 
 def _describe_part(evidence: Evidence, lacking: list[str]) -> str:

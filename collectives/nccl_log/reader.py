@@ -12,15 +12,18 @@ is recognised by its shape: the line without digits.
 from __future__ import annotations
 
 import importlib
+import io
 import re
 from collections.abc import Iterable
-from typing import Any, BinaryIO, Final
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
 
 from collectives.nccl_log.channels import MAX_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
 from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, find_codes
 from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
 from collectives.nccl_log.messages import END, STEP, Firsts, Lasts, Place
-from contracts.bounded import utf16
+from contracts.bounded import open_regular, utf16
 from contracts.tables import read_patterns, read_table
 
 BLOCK_BYTES: Final = 1 << 20
@@ -35,6 +38,7 @@ _ESCAPES: Final = tuple(
 _MARKED: Final = re.compile(b"|".join(map(re.escape, (*(mark for mark, *_ in _ESCAPES), b"\r", b"\n"))))
 
 _PACKED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}  # modules, which most logs do not need
+MAX_ANSWER_BYTES: Final = 64 << 20
 _NOT_UNPACKED: Final = ((b"\x28\xb5\x2f\xfd", "zstd", "zstd -dc"), (b"PK\x03\x04", "zip", "unzip -p"))
 
 WORDS: Final = tuple(dict.fromkeys((*FACT_WORDS, *SEARCHED)))
@@ -64,58 +68,68 @@ class LogFileError(ValueError):
     """The file cannot be read as a log; the message says why, and what helps."""
 
 
-class _Rest:
-    """A stream whose first bytes were already read."""
-
-    def __init__(self, first: bytes, file: BinaryIO) -> None:
-        self._first, self._file = first, file
-
-    def read(self, size: int = BLOCK_BYTES, /) -> bytes:
-        """Return at most so many bytes; none at the end."""
-        part, self._first = self._first[:size], self._first[size:]
-        return part or self._file.read(size)
-
-
 class Unpacked:
-    """A file as it is, or decompressed if its first bytes are those of a compressed file."""
+    """A file as it is, decompressed, or the lines of an answer of Loki's API, as its first bytes say."""
 
     def __init__(self, file: BinaryIO) -> None:
-        first = file.read(BLOCK_BYTES)
+        self._file: Any = file if hasattr(file, "peek") else io.BufferedReader(cast(io.RawIOBase, file))
+        first = self._file.peek()
         for magic, tool, command in _NOT_UNPACKED:
             if first.startswith(magic):
                 raise LogFileError(f"packed with {tool}, which is not read: unpack it with {command} FILE")
-        self._plain = _Rest(first, file)
-        module = next((module for magic, module in _PACKED.items() if first.startswith(magic)), None)
-        self._packed: Any = importlib.import_module(module).open(self._plain) if module else None
+        if _TEXTS["answer"].match(first):
+            self._file = io.BytesIO(_read_answer(self._file.read(MAX_ANSWER_BYTES)))
+        self._module = next((module for magic, module in _PACKED.items() if first.startswith(magic)), "")
+        if self._module:
+            self._file = importlib.import_module(self._module).open(self._file)
 
     def read(self, size: int = BLOCK_BYTES, /) -> bytes:
         """Return the next part; an empty one at the end. Raises LogFileError if the file is damaged."""
-        if self._packed is None:
-            return self._plain.read(size)
+        if not self._module:
+            return bytes(self._file.read(size))
         import lzma
         import zlib
 
         try:
-            return bytes(self._packed.read1(size))
+            return bytes(self._file.read1(size))
         except EOFError:  # the file is cut; what could be read stays
             return b""
         except (zlib.error, lzma.LZMAError, OSError) as error:
             raise LogFileError(f"a packed file that is damaged: {error}") from None
 
 
-def looks_like_text(start: bytes) -> bool:
-    """Return whether a file with these first bytes can be a log, compressed or not."""
+def _read_answer(answer: bytes) -> bytes:
+    """Return the entries of Loki's answer, sorted by time, as `kubectl logs --prefix` prints them."""
+    from contracts import plain
+
+    try:
+        entries = [(int(time), f"[pod/{stream['stream'].get('pod', '-')}/-] {part}")
+                   for stream in plain.loads(answer)["data"]["result"]
+                   for time, text, *_ in stream["values"] for part in text.splitlines()]  # fmt: skip
+    except (plain.PlainError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise LogFileError(f"an answer of Loki that is cut or damaged, or larger than 64 MiB: {error}") from None
+    return "".join(f"{line}\n" for _, line in sorted(entries, key=itemgetter(0))).encode()
+
+
+def holds_text(file: Path) -> bool:
+    """Return whether a file can be a log, compressed or not, by its first bytes."""
+    with open_regular(file) as opened:
+        start = opened.read(4096)
     return start.startswith(tuple(_PACKED)) or b"\0" not in start or utf16(start) is not None
 
 
-def split_long(line: bytes) -> list[bytes]:
-    """Split a line that is too long at its inner line ends or JSON entries, and cut the parts to the maximum length."""
-    if len(line) <= MAX_LINE_BYTES:
-        return [line]
-    return [part[:MAX_LINE_BYTES] for part in re.split(rb'\r|\\n|(?<=[\]}]), ?(?=[\[{]")', line)]
+def split_line(line: bytes) -> list[bytes]:
+    """Return the logical lines of a line: of a collector's JSON entry as `kubectl logs --prefix` prints them."""
+    start = b""
+    if line.lstrip().startswith(b"{"):
+        pods, entry = {*_TEXTS["pod"].findall(line)}, _TEXTS["text"].match(line)
+        start = b"[pod/%s/-] " % pods.pop() if len(pods) == 1 else b""
+        line = entry[1] if entry and not _TEXTS["mild"].search(line) else line
+    pieces = [line] if len(line) <= MAX_LINE_BYTES else re.split(rb'\r|\\n|(?<=[\]}]), ?(?=[\[{]")', line)
+    return [start + part for piece in pieces for part in _clean(piece[:MAX_LINE_BYTES])]
 
 
-def clean(line: bytes) -> list[bytes]:
+def _clean(line: bytes) -> list[bytes]:
     """Return the logical lines of one physical line, without colours, escapes and links of Markdown."""
     if not _MARKED.search(line):
         return [line]
@@ -135,7 +149,6 @@ class Reader:
         self.ledger = Ledger(file=file)
         self.held: dict[bytes, bytes] = {}  # the parts of an entry that is not complete, by stream
         self.cut = False  # the current line has no end
-        self._pod = ""  # the pod that an entry of a collector of logs names
         self._quiet: set[bytes] = set()  # shapes without any word of the tables
         self._dull: set[bytes] = set()  # messages without a fact or a problem
         self._writers: Firsts[bytes, Writer] = Firsts(MAX_SEEN)  # by the prefix of a line
@@ -146,7 +159,7 @@ class Reader:
         self._bare = (0, b"")  # the last line that has an exception without a traceback, and its number
         self._ignored = -2  # number of the line that says that an exception is ignored
         self._step = b""  # the last step of training that a line reports
-        self._sent: Firsts[tuple[bytes, str, bytes], None] = Firsts(1 << 16)  # that torchrun ended: label, pod, number
+        self._sent: Firsts[tuple[bytes, bytes], None] = Firsts(1 << 16)  # that torchrun ended: label, number
         self._above = (0, b"", b"")  # last line with a host that belongs to the line below: number, end, its label
         self._raised: Lasts[bytes, str] = Lasts(MAX_SEEN)  # by label of lines: host whose exception Ray reports there
         self._tasks: Lasts[bytes, str] = Lasts(MAX_SEEN)  # host of each task of srun or mpirun; empty: of several
@@ -195,9 +208,7 @@ class Reader:
         return start + b" F " + joined
 
     def _take_dirty(self, line: bytes, *, cut: bool = False) -> None:
-        pod = _TEXTS["pod"].match(line)
-        self._pod = pod[1].decode() if pod else ""
-        parts = [part for piece in split_long(line) for part in clean(piece)]
+        parts = split_line(line)
         for number, part in enumerate(parts, 1):
             self.cut = cut and number == len(parts)
             self.take_line(part)
@@ -208,7 +219,7 @@ class Reader:
             self._take_dirty(part, cut=True)
         end, (number, bare) = self.ledger.lines, self._bare
         if bare and end <= number + BELOW_EXCEPTION and not find_codes(bare, foreign=True):
-            self.ledger.writer, self.ledger.lines = _find_writer(bare, self._pod), number
+            self.ledger.writer, self.ledger.lines = _find_writer(bare), number
             self.ledger.count_code("python_traceback", bare)
             self.ledger.lines = end
         self.runs.lines += end
@@ -239,7 +250,7 @@ class Reader:
         number, above, label = self._above
         is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
         above = above if is_below else b""
-        writer = Writer() if has_header else _find_writer(above + line, self._pod)
+        writer = Writer() if has_header else _find_writer(above + line)
         if match := _TEXTS["raised"].search(line):
             self._raised.add(_label_of(line), match[1].decode())
         elif self._raised and _TEXTS["exception"].match(_TEXTS["launcher"].sub(b"", line)):
@@ -248,7 +259,7 @@ class Reader:
             writer = Writer(self._tasks.get(task[1], ""), rank=writer.rank)
         self.ledger.writer = writer
         if writer.host and writer.rank is not None:
-            self.ledger.rank_hosts.add(writer.rank, writer.host)
+            self.ledger.rank_hosts.add((writer.rank, writer.host), None)
         if has_header:
             self._meet_process(line)
             self.ledger.began.add(self.file, self.ledger.lines)
@@ -357,11 +368,11 @@ class Reader:
         """Read a line without a header of NCCL."""
         body = _TEXTS["launcher"].sub(b"", line)
         if b"closing signal" in body and (sent := _TEXTS["sent"].search(body)):
-            self._sent.add((_label_of(line), self._pod, sent[1]), None)
+            self._sent.add((_label_of(line), sent[1]), None)
         elif b"failed (exitcode: " in body:  # no rank runs any more: what follows is of the next attempt
             self.ledger.attempts.add(self.file, self.ledger.lines + 1)
         ended = _TEXTS["ended"].search(body) if self._sent else None  # a row of torchrun's table
-        if body.startswith(TAG) or (ended and (_label_of(line), self._pod, ended[1] or ended[2]) in self._sent):
+        if body.startswith(TAG) or (ended and (_label_of(line), ended[1] or ended[2]) in self._sent):
             return
         self._take_exception(body, line)
         before, cause, text = body.partition(_CAUSE)
@@ -428,8 +439,8 @@ def _label_of(line: bytes) -> bytes:
     return b" ".join(word for word in prefix[0].split() if word.count(b":") < 2) if prefix else b""
 
 
-def _find_writer(line: bytes, pod: str) -> Writer:
-    """Return the rank and the host that a line without a header of NCCL names; its pod if it names no host."""
+def _find_writer(line: bytes) -> Writer:
+    """Return the rank and the host that a line without a header of NCCL names."""
     matches = (_TEXTS[name].search(line[:600]) for name in ("rank", "host"))
     rank, host = (next(filter(None, match.groups()), b"") if match else b"" for match in matches)
-    return Writer(host=host.decode() or pod, rank=int(rank) if rank else None)
+    return Writer(host=host.decode(), rank=int(rank) if rank else None)

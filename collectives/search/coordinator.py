@@ -159,7 +159,7 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
 def coordinate(settings: Place, store: Any) -> None:
     """Run the search and write its result to the journal. Exit if the journal belongs to another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
-    rows, began, run = read_journal(journal), time.time(), os.urandom(4).hex()
+    rows, began, clock, run = read_journal(journal), time.time(), time.monotonic(), os.urandom(4).hex()
     if journal.exists():  # a coordinator may have died while it wrote the last row
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     for node in () if rows else range(settings.nodes):
@@ -209,7 +209,8 @@ def coordinate(settings: Place, store: Any) -> None:
             _write_row(journal, cattrs.unstructure(row))
             search.report(outcomes)
         passes.append(search)
-    result = combine_passes(passes, header["hosts"], header["began"], time.time() - header["began"], minutes)
+    seconds = max(0.0, began - header["began"]) + time.monotonic() - clock  # the wall clock may jump
+    result = combine_passes(passes, header["hosts"], header["began"], seconds, minutes)
     _write_row(journal, {"result": cattrs.unstructure(result)})
     store.set("end", "")
     time.sleep(3)  # until the ranks have read it

@@ -58,13 +58,12 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
         trees = [_start("rank", replace(place, local=local), output, spec.environment) for local in spec.locals]
         try:
             if place.node == 0 and is_first:
-                own = stack.enter_context((folder / "coordinator.log").open("wb"))
-                return _run_coordinator(settings, own, spec.limit_seconds, note, stop)
+                output = stack.enter_context((folder / "coordinator.log").open("wb"))
+                return _run_coordinator(settings, output, spec.limit_seconds, note, stop)
             _wait_for_ranks(trees, spec, stop)
             return None
         except SearchError as error:
-            log = folder / ("coordinator.log" if (folder / "coordinator.log").exists() else "output.log")
-            text = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            text = Path(output.name).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
             raise SearchError(": ".join(filter(None, (str(error), text[-600:])))) from None
         finally:
             for tree in trees:

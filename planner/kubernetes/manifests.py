@@ -10,6 +10,7 @@ structure of a manifest.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -187,13 +188,7 @@ class JobSpec:
 
 
 def make_job_spec(
-    advice: Recommendation,
-    *,
-    name: str,
-    image: str,
-    nodes: int,
-    limits: Mapping[str, str],
-    **settings: Any,
+    advice: Recommendation, *, name: str, image: str, nodes: int, limits: Mapping[str, str], **settings: Any
 ) -> JobSpec:
     """Return a job that follows a recommendation: environment, processes per node, and resources of the pods.
 
@@ -229,6 +224,11 @@ def make_job_spec(
         shm_bytes=max(map(int, needs["shm_bytes"]), default=None), ipc_lock="IPC_LOCK" in needs["capability"],
         compute_domain=nodes > 1 and bool(needs["compute_domain"]), **settings,
     )  # fmt: skip
+
+
+def place_on_claim(folder: str) -> str:
+    """Return a folder of the job's settings as the pods see it; a relative path is on the claim."""
+    return posixpath.normpath(posixpath.join(MOUNT, folder))
 
 
 def family(resource: str, names: Collection[str]) -> list[str]:

@@ -55,13 +55,9 @@ def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
 
 
 def attach(
-    advice: Recommendation,
-    snapshots: Sequence[Snapshot],
-    *,
-    networks: Sequence[str],
-    interfaces: Sequence[str],
+    advice: Recommendation, snapshots: Sequence[Snapshot], *, networks: Sequence[str], interfaces: Sequence[str],
     resource: str | None,
-) -> Recommendation:
+) -> Recommendation:  # fmt: skip
     """Return the recommendation for pods with these secondary networks, which use these node interfaces in this order.
 
     The result is the one that a recording of such a pod would give: bootstrap over net1, all HCAs behind the networks,

@@ -70,11 +70,10 @@ class _Texts(yaml.SafeLoader):
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """Return the text, its line, and whether quotes mark it as a string."""
-        value, style = super().construct_scalar(node), getattr(node, "style", "")
-        if isinstance(value, str):
-            value = Plain(value) if style is None else Text(value)
-            if style == "|" or "\n" not in value.strip():
-                value.line = node.start_mark.line + (2 if style in ("|", ">") else 1)
+        text, style = super().construct_scalar(node), getattr(node, "style", "")
+        value = Plain(text) if style is None else Text(text)
+        if style == "|" or "\n" not in value.strip():
+            value.line = node.start_mark.line + (2 if style in ("|", ">") else 1)
         return value
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML's classes carry it
@@ -417,9 +416,9 @@ def read_dockerfile(text: str) -> Script:
             script.unread.append(Unread(line=line, why=f"a variable in {instruction}"))
         elif instruction == "RUN" or document:  # it may write files; variables that it exports do not outlive it
             command = re.sub(r"^(?:--\w+\S*\s*)+", "", tail).strip() if instruction == "RUN" else ""
-            if instruction == "RUN" and not command and (program := re.match(r".*\n(?:#!(.*))?", document)):
-                command = program[1] or "sh"  # the document is a script
-            command += f"{document}\n"
+            if command.startswith("<<") and (program := re.match(r"(?:#!(.*))?", document)):
+                command = f"{program[1] or 'sh'} {command}"  # the document is a script
+            command += f"\n{document}\n"
             inner = read_shell(command, before=stage.values(), line=line)
             script.inner += [one for one in inner.inner if one.target != "python" or one.text not in command]
             script.unread += inner.unread if NAMED.search(command) else []
@@ -462,9 +461,7 @@ def _split_instructions(text: str, script: Script) -> Iterator[tuple[int, str, s
             if end is None:
                 script.unread.append(Unread(line=first, why=f"the here-document {here[3]} has no end"))
                 continue
-            if name == "RUN" and document and NAMED.search(text, offset, end.start()):  # its command is not known
-                script.unread.append(Unread(line=line, why=f"the here-document {here[3]} after another one"))
-            target = f"cat > {tail.rpartition(' ')[2]}" * (name != "RUN")  # of COPY and ADD
-            document += f"{target} {word}\n{text[offset : end.end()]}"
-            line, offset, tail = line + text.count("\n", offset, end.end()), end.end(), tail.replace(word, "")
+            document += "" if name == "RUN" else f"cat > {tail.rpartition(' ')[2]} {word}\n"
+            document += text[offset : end.end()]
+            line, offset = line + text.count("\n", offset, end.end()), end.end()
         yield first, name, tail, document

@@ -67,6 +67,7 @@ def parse(source: bytes) -> Node | None:
         return None
     source = _COMMENT.sub(lambda match: b" " * len(match[0]), source)
     source = _OPEN_NUMBER.sub(lambda match: match[0].replace(OPEN.encode(), b"000"), source)
+    source = source.replace(b"\0", b" ")  # bash drops NUL; the parser takes quadratic time for them
 
     def stop(_offset: int, _has_error: bool) -> bool:
         return time.process_time() - start > left[0]
@@ -100,7 +101,7 @@ class Expander:
         self.scope = scope
         self.source, self.first = b"", 1
         self.loops = 0  # loops around the statement
-        self._level = self._work = 0
+        self.level = self._work = 0  # level: nesting of statements and words
 
     @contextmanager
     def during(self, **state: object) -> Iterator[None]:
@@ -134,11 +135,8 @@ class Expander:
 
     def value(self, node: Node) -> str:
         """Return the text of a word after expansion."""
-        self._level += 1
-        try:
-            value = self._value(node) if self._level <= MAX_LEVELS and self.spend(64) else OPEN
-        finally:
-            self._level -= 1
+        with self.during(level=self.level + 1):
+            value = self._value(node) if self.level <= MAX_LEVELS and self.spend(64) else OPEN
         self.spend(len(value))
         return value
 

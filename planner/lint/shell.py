@@ -123,11 +123,10 @@ class _Reader(Expander):
         self._outcomes: dict[str, bool] = {}  # of the conditions that were met on this way
         self._known: dict[int, bool] = {}  # id of the list that was followed last, and its outcome if that is certain
         self._launches: dict[object, _Launch] = {}
-        self._started = 0  # number of program starts, repetitions included
+        self._started = self._commands = 0  # number of program starts and of commands, repetitions included
         self._called: set[str] = set()  # functions
         self._calls_any = False  # an unknown command may call each function: `"$@"`, eval, `export -f`
         self._parse = cache(lambda text: parse(text.encode("utf-8", "replace")))  # once for all ways
-        self._commands = self._blocks = 0
         self._active: tuple[str, ...] = ()  # functions on the call stack
         self._arguments = [OPEN]  # of the function that is followed; those of the script are unknown
         self._hidden: dict[str, Assigned | None] = {}  # what local variables of the function hide
@@ -141,7 +140,8 @@ class _Reader(Expander):
         """Follow every way through a script. Store the settings of its launches, and those that no launch gets."""
         root = self._parse(text)
         types = {each.type for each in root.named_children} if root is not None else set()
-        self._follow_each_way(partial(self.follow_text, text, line), exports_all=types <= _LIST)
+        self.scope.exports_all = types <= _LIST  # a list of variables is meant to be exported
+        self._follow_each_way(partial(self.follow_text, text, line))
         end = self.scope
         # Other scripts call the functions of a library
         for name in end.functions if types <= _LIBRARY or self._calls_any else ():
@@ -151,19 +151,14 @@ class _Reader(Expander):
         self._store_launches()
         self.script.inner = list(dict.fromkeys(self.script.inner))
 
-    def _follow_each_way(self, start: Callable[[], None], *, exports_all: bool = False) -> None:
-        """Follow a script or function: on the likely way, and with the other outcome of each condition that it meets.
-
-        `exports_all`: it is a list of variables, which is meant to be exported.
-        """
+    def _follow_each_way(self, start: Callable[[], None]) -> None:
+        """Follow a script or function on the likely way, and with the other outcome of each condition that it meets."""
         first, self._ways, self._met = self.scope, [{}], set()
         for way in self._ways:
             self.scope, self._way, self._left, self._written, self._outcomes = first.copy(), way, "", {}, {}
             if self._commands > _MAX_COMMANDS or not self.spend(0):
                 break
             start()
-            for name in list(self.scope.variables) if exports_all else ():
-                self._export(name, 0)
             if not self._left:
                 self._launch("", 0, sure=False)
             for each in self._written.values():
@@ -234,11 +229,13 @@ class _Reader(Expander):
         if follow is None:
             return
         self._commands += 1
-        if self._blocks >= MAX_LEVELS or self._commands > _MAX_COMMANDS or not self.spend(0):
+        if self.level >= MAX_LEVELS or self._commands > _MAX_COMMANDS or not self.spend(0):
             self._report(self.line(node), "too many or too deeply nested commands")
             self._left = "exit"
             return
-        with self.during(_blocks=self._blocks + 1):
+        if node.type in ("command", "declaration_command") and pattern("unlike_setting").match(self.text(node)):
+            self._report(self.line(node), "bash does not read this as a setting")
+        with self.during(level=self.level + 1):
             follow(self, node)
 
     def _follow_apart(self, nodes: Sequence[Node]) -> None:
@@ -293,7 +290,6 @@ class _Reader(Expander):
         self._follow([node])
         success, is_followed = True, True
         for sign, each in reversed(chain):
-            self._commands += 1
             if is_followed and not self._left:
                 is_guard = node.type == "test_command" and each.type != "test_command"  # what it guards is unlikely
                 likely = sign == "||" if is_guard else None
@@ -387,11 +383,13 @@ class _Reader(Expander):
         self._follow_apart(parts[-1:])
 
     def _find_reader(self, node: Node) -> str:
-        """Return the program that reads the input of a command, or the file into which tee writes it."""
+        """Return the program that reads the input of a command, or the file that tee or `cat > FILE` writes."""
         command = [Word(each, each) for each in _SET_BEFORE.sub("", self.text(node)[:1000]).split()]
         program = find_program(command) if command else 0
         if program >= len(command):
             return ""
+        if match := re.search(r"\s-c\s+[\"']cat\s*>+\s*([^\s\"'>]+)[\"']", self.text(node)[:1000]):
+            return match[1]
         files = [each.text for each in command[program + 1 :] if each.text[:1] not in ("-", ">", "<")]
         return files[0] if files and name_of(command[program]) == "tee" else name_of(command[program])
 
@@ -438,7 +436,9 @@ class _Reader(Expander):
         """Follow a text that is written into a file, or read by a program: a shell, Python, kubectl, ssh."""
         target = {"kubectl": "manifest.yaml", "oc": "manifest.yaml"}.get(inner.target, inner.target)
         if target in _NAMES["shells"]:
-            self._follow_nested(inner.text, inner.line)
+            inherited = {name: each for name, each in self.scope.variables.items() if each.exported}
+            with self.during(scope=Shell(inherited), _left=""):
+                self.follow_text(inner.text, inner.line)
         elif inner.text.strip(OPEN + "\n") and target not in _NAMES["idle"] and not target.startswith("/dev/"):
             self.script.inner.append(inner._replace(target=target.replace(OPEN, "...")))
 
@@ -457,12 +457,6 @@ class _Reader(Expander):
             end = "\n" if program == "echo" and arguments[0].text != "-n" else ""
             written = self._written.get(self._target, Inner("", self._target, line))
             self._written[self._target] = written._replace(text=written.text + text + end)
-
-    def _follow_nested(self, text: str, line: int) -> None:
-        """Follow a script run by another shell: `bash -c`, ssh, a here-document."""
-        inherited = {name: each for name, each in self.scope.variables.items() if each.exported}
-        with self.during(scope=Shell(inherited), _left=""):
-            self.follow_text(text, line)
 
     # -- variables
 

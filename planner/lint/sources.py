@@ -14,6 +14,7 @@ from typing import NamedTuple
 from contracts.tables import read_table
 from planner.lint.script import (
     JOB_SIZE,
+    NAMED,
     OPEN,
     SETS,
     Assigned,
@@ -35,7 +36,7 @@ _PROGRAMS = ("shell", "dockerfile")
 _LIMITS = {"log": 16 << 20, **dict.fromkeys(("env", "conf", "process"), 8 << 20)}  # characters
 _LIMIT_SCRIPT = 1 << 20  # characters of the other formats, which are parsed completely
 _LIMIT_DEPTH = 4  # nesting of texts inside texts
-_LIMIT_SCOPES = 200
+_MAX_NAMES = 2000  # checked variables; each unknown name is compared with all known ones
 
 
 class Reading(NamedTuple):
@@ -85,13 +86,22 @@ def _read_as(text: str, kind: str) -> Reading:
     used = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
     all_reduce = kind not in _LIMITS and pattern("only_all_reduce").match(text) is not None
     environments = tuple(each for source, script in parts for each in _environments(source, script, used, all_reduce))
+    if (count := len(set[str]().union(*(each.lines for each in environments)))) > _MAX_NAMES:
+        raise EnvironmentTextError(f"{count} variables are more than the {_MAX_NAMES} that are read")
+    if kind in ("json", "toml"):  # their parsers know no lines: take the one that names a variable
+        rows: dict[str, int] = {}
+        for number, row in enumerate(text.splitlines(), start=1):
+            rows |= {name: 0 if name in rows else number for name in {*NAMED.findall(row)}}
+        for each in environments:
+            each.lines.update({name: rows.get(name, 0) for name in each.lines})
     unread = [each for _, script in parts for each in script.unread]
     names = {name for _, script in parts for settings in script.settings() for name in settings}
     reason = "no program that is started gets it"
     if pattern("exports_none").search(text):
         reason = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
     lost = _find_unread(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
-    unreached = [each for each in lost if is_read(each.name)]
+    lines = {each.line for each in unread}
+    unreached = {each.name: each for each in lost if is_read(each.name) and each.line not in lines}
     if kind in _DOCUMENTS:
         lost = _find_unread(text, names, SETS, "{name} is in a place where no variable is read")
         unread = [*lost, *unread]
@@ -100,7 +110,7 @@ def _read_as(text: str, kind: str) -> Reading:
         files=tuple(dict.fromkeys(file.replace(OPEN, "...") for _, each in parts for file in each.files)),
         unread=tuple(sorted({each.line: each for each in unread}.values())), nodes=_count_nodes(text),
         gpus=_count_gpus(text) if kind not in _LIMITS else None,
-        unreached=tuple({each.name: each for each in unreached if each.line not in {e.line for e in unread}}.values()),
+        unreached=tuple(unreached.values()),
     )  # fmt: skip
 
 
@@ -235,7 +245,7 @@ def _environments(source: str, script: Script, used: frozenset[str], all_reduce:
     names = {name for settings in script.settings() for name in settings}
     loose = {name: each.raw for name, each in script.loose.items() if is_judged(name) and name not in used}
     findings = tuple(script.findings)
-    for label, way in (("", Settings()), *script.ways[:_LIMIT_SCOPES]):
+    for label, way in (("", Settings()), *script.ways):
         both = script.always | way
         variables = {name: each for name, each in both.items() if is_judged(name) or name in JOB_SIZE}
         if not any(map(is_judged, [*variables, *loose])):
@@ -244,8 +254,9 @@ def _environments(source: str, script: Script, used: frozenset[str], all_reduce:
             source=", ".join(filter(None, (source, label))), place=source,
             environment={name: each.value for name, each in variables.items() if OPEN not in each.value},
             unresolved={name: each.raw.replace(OPEN, "...") for name, each in variables.items() if OPEN in each.value},
-            unexported=loose, used=used, lines={name: each.line for name, each in variables.items()},
-            also_set=frozenset(names - {*script.loose}), findings=findings, only_all_reduce=all_reduce,
+            unexported=loose, used=used, also_set=frozenset(names - {*script.loose}), findings=findings,
+            lines={name: (variables.get(name) or script.loose[name]).line for name in (*loose, *variables)},
+            only_all_reduce=all_reduce,
         )  # fmt: skip
         loose, findings = {}, ()
 

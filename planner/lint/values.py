@@ -19,7 +19,6 @@ from planner.nccl_env import NcclName, Version, names, version_text
 _UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
 _NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
-_INTEGER = re.compile(r"\s*[+-]?(0[xX][0-9a-fA-F]+|[0-9]+)")
 VALUES: Mapping[str, Any] = read_table(__file__, "data/values.toml")
 """Allowed values of the variables, and what an invalid one causes."""
 
@@ -179,7 +178,7 @@ def _check_integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 
 def _report_no_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     """Report a text that is not only a number. NCCL uses the number at its start, or 0."""
-    word, is_number = value.strip().lower(), _INTEGER.match(value) is not None
+    word, is_number = value.strip().lower(), _NUMBER.match(value) is not None
     means_no, wish = word in VALUES["words"]["no"], " Write 1 if you mean yes." * (word in VALUES["words"]["yes"])
     is_unset = entry.default == str(number) or (number == 0 and name in VALUES["names"]["zero_is_unset"])
     if is_unset or (name == "NCCL_P2P_DISABLE" and number != 1):  # only exactly 1 disables peer access
@@ -187,8 +186,7 @@ def _report_no_number(name: str, value: str, number: int, entry: NcclName) -> It
     else:
         harm = "" if is_number or means_no else VALUES["zero"].get(name, "")
         effect = f"instead of {default_of(name, entry)}" + (f": {harm}" if harm else "")
-    is_right = means_no or (is_number and _INTEGER.fullmatch(value.rstrip()) is not None)
-    status = Status.FAIL if harm else Status.INFO if is_right else Status.WARN
+    status = Status.FAIL if harm else Status.INFO if means_no else Status.WARN
     yield finding("env.value.ignored/word", name, value, status=status, number=number, effect=effect, wish=wish)
 
 

@@ -121,6 +121,7 @@ def is_read(name: str) -> bool:
     return entry.status == "current" if entry else by_plugin
 
 
+@cache
 def nearest(name: str) -> tuple[str, ...]:
     """Return known names that differ from `name` by a typing error, best first; empty if there are none.
 

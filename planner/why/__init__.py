@@ -20,8 +20,6 @@ from planner.why.pace import find_late_rank, find_lower_pace
 
 __all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
 
-_ENDED = ("rank.gone", "rank.lost", "ranks.gone")
-
 
 def judge(facts: RunFacts) -> Verdict:
     """Return the verdict: from the flight recorder first, because it is exact, then other sources, then rank states."""
@@ -31,6 +29,8 @@ def judge(facts: RunFacts) -> Verdict:
         return replace(verdict or before, sources=_list_sources(facts))
     by_source = {"flight recorder": facts.traces, "watchdog": facts.log.traces}
     calls = [verdict for name, traces in by_source.items() if (verdict := BlockedCalls(facts, traces, name).verdict())]
+    # gloo ends the rank that is sent too much, which may be the one that is right
+    sizes = facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
     verdict = (
         reports.judge_meeting(facts)
         or reports.judge_clash(facts)
@@ -42,15 +42,13 @@ def judge(facts: RunFacts) -> Verdict:
         or reports.judge_states(facts)
         or next(iter(calls), None)
         or reports.judge_rendezvous(facts)
-        or reports.judge_cut_message(facts)
+        or sizes
         or reports.judge_torchrun(facts)
         or reports.judge_other_lines(facts)
         or find_late_rank(facts)
         or find_lower_pace(facts)
     )
-    # gloo ends the rank that is sent too much, which may be the one that is right
-    sizes = reports.judge_cut_message(facts)
-    if sizes and verdict and verdict.causes and verdict.causes[0].code in _ENDED:
+    if sizes and verdict and verdict.causes and verdict.causes[0].code in ("rank.gone", "rank.lost", "ranks.gone"):
         odd = find_odd_rank(facts, verdict.ranks)
         verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
             "failed", odd, waiting=verdict.waiting)  # fmt: skip

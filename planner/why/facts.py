@@ -46,7 +46,7 @@ _CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!:
 LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt", "join")
 ENDED = ("gone", "stopped")  # states for which waiting is useless
 _ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
-DOING, ACTIONS, CODES = (_WORDS[part] for part in ("doing", "action", "code"))
+DOING, ACTIONS, CODES, _OF_PROGRAM = (_WORDS[part] for part in ("doing", "action", "code", "of_program"))
 BUSY_KINDS = frozenset(DOING) - {"collective"}
 
 
@@ -61,6 +61,7 @@ class Cause:
     share: float | None = None  # fraction of the wait that it explains; None: all of it, or not measured
     evidence: tuple[str, ...] = ()
     action: str = ""
+    of_program: bool = False  # the same would happen on other nodes than `nodes`
 
 
 def make_cause(
@@ -140,7 +141,8 @@ class RunFacts:
     in_order: bool = True  # `log` is one file, so the first of its errors came first
     first: int | None = None  # rank that torchrun saw fail first
     stopped: str = ""  # the signal that torchrun of a job on one node received, and when; it then ends its ranks
-    failed: Mapping[int, FailedRank] = field(default_factory=dict)  # by rank, from torchrun's table of failures
+    failed: Mapping[int, FailedRank] = field(default_factory=dict)  # by rank, as torchrun reports
+    hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks, as the logs name them
     world: int | None = None
     now: float = 0.0
     limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
@@ -263,8 +265,9 @@ class RunFacts:
     # What each rank is doing -----------------------------------------------------------------------------------------
 
     def host(self, rank: int) -> str | None:
-        """Return the host of a rank, if its own file or torchrun names it."""
-        return next((one.host for one in (self.states.get(rank), self.failed.get(rank)) if one and one.host), None)
+        """Return the host of a rank, if its own file, torchrun or another line of the logs names it."""
+        sources = self.states.get(rank), self.failed.get(rank)
+        return next((one.host for one in sources if one and one.host), self.hosts.get(rank))
 
     def has_moved_on(self, rank: int) -> bool:
         """Return whether a rank has called more collectives than its dump contains, so that the dump is old."""
@@ -374,8 +377,8 @@ class RunFacts:
         own, stack = (state.own if state else ()), self.stacks.get(rank) or (state.where if state else ())
         error = (state.error if state else None) or self.log.errors.get(rank) if activity.kind == "gone" else None
         row = self.failed.get(rank) if activity.kind == "gone" else None
-        ended = filter(None, (row.at, f"exit code {row.exit_code}", row.signal, f"pid {row.pid}")) if row else ()
-        rows = (*evidence, f"torchrun's table: {', '.join(ended)}" if row else "",
+        ended = [row.at, f"exit code {row.exit_code}", row.signal, f"pid {row.pid}" * bool(row.pid)] if row else []
+        rows = (*evidence, f"torchrun: {', '.join(filter(None, ended))}" if row else "",
                 *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
                 *(f"its {name}: {' < '.join(frames[:4])}" for name, frames in (("own code", own), ("stack", stack))
                   if frames))  # fmt: skip
@@ -384,6 +387,8 @@ class RunFacts:
             kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
         elif kind == "gone" and state and state.ended:
             kind = "left"
+        elif row and 0 < (row.exit_code or 0) < 128:  # no signal ended it, nor its child if it is a shell
+            kind = "exited"
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
@@ -391,6 +396,7 @@ class RunFacts:
         return Cause(
             code=CODES.get(activity.kind, "rank.behind"), message=message, ranks=(rank,), share=share,
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
+            of_program=any(kind in kinds for kinds in _OF_PROGRAM.values()),
         )  # fmt: skip
 
     def blame_timeout(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:

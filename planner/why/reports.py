@@ -146,7 +146,7 @@ def judge_rendezvous(facts: RunFacts) -> Verdict | None:
         host, port = met["unreached"]
         if host in ("0.0.0.0", "::", "localhost") or host.startswith("127."):  # noqa: S104 - compared, not bound
             return facts.named("nowhere", place=f"{host}:{port}", evidence=evidence)
-        return facts.named("unreached", place=f"{host}:{port}", nodes=(host,), evidence=evidence)
+        return facts.named("unreached", place=f"{host}:{port}", evidence=evidence)
     return None
 
 
@@ -164,7 +164,7 @@ def judge_joins(facts: RunFacts) -> Verdict | None:
     waiting = tuple(sorted(join.ranks))
     missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
     if len(missing) == join.world - join.joined:  # each rank that has joined reports this
-        cause = replace(facts.cause_of(missing[0], Activity("unknown", "")), ranks=missing,
+        cause = replace(facts.cause_of(missing[0], Activity("unknown", "")), ranks=missing, nodes=(),
                         message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
         return facts.verdict(state, cause, waiting=waiting)
     return facts.named("not_joined", state=state, waiting=waiting, count=count)
@@ -177,7 +177,7 @@ def judge_errors(facts: RunFacts) -> Verdict | None:
         seconds = int(facts.log.late[ranks[0]]) / 1000
         message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
         cause = facts.cause_of(ranks[0], Activity("unknown", ""), "monitored barrier")
-        return facts.verdict("failed", replace(cause, message=message, ranks=ranks))
+        return facts.verdict("failed", replace(cause, message=message, ranks=ranks, nodes=()))
     raised = {rank: error for rank, error in facts.log.errors.items() if is_own(error)}
     if not raised or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
@@ -197,11 +197,6 @@ def _judge_several(raised: Mapping[int, str], facts: RunFacts, *wait: str, waiti
     key = "several_alike" if are_alike(list(raised.values())) else "several"
     return facts.named(key, waiting=waiting, who=ranks_of(sorted(raised)), each="; ".join(each[:4]),
                        error=headline(raised[min(raised)]), evidence=(*wait, *each[:4]))  # fmt: skip
-
-
-def judge_cut_message(facts: RunFacts) -> Verdict | None:
-    """Find calls of different sizes by gloo's check: a rank received more than its call expects."""
-    return facts.named("sizes", evidence=(facts.log.cut_short,)) if facts.log.cut_short else None
 
 
 def judge_other_lines(facts: RunFacts) -> Verdict | None:
@@ -327,6 +322,7 @@ def judge_stacks(facts: RunFacts) -> Verdict | None:
     for name, stack in facts.stacks.items():
         call = next((frame.rpartition(" ")[2] for frame in stack if IN_CALL.search(frame)), "")
         place = f"a collective ({call})" if call else " < ".join(stack[:8])  # libraries before the user's code
+        place = "the backward pass, which computes or waits for the others' gradients" if "backward" in call else place
         rows.setdefault(place, []).append(f"rank {name}" if isinstance(name, int) else name)
     listed = [f"{', '.join(who[:16])}{' ...' * (len(who) > 16)} {'is' if len(who) == 1 else 'are'} in {place}"
               for place, who in rows.items()]  # fmt: skip

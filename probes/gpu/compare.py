@@ -48,15 +48,15 @@ def count_visible_gpus(facts: GpuFacts) -> tuple[int | None, str]:
         return total, ""
     if "MIG-" in facts.visible:
         return None, ""
-    found: list[int] = []
+    shown: list[int] = []
     for entry in (part.strip() for part in facts.visible.split(",")):
         index = _find_visible_index(facts, entry)
         if index is None:
-            return len(found), f"{entry!r} names no GPU of this host, and CUDA ignores what follows it" if entry else ""
-        if index in found:
+            return len(shown), f"{entry!r} names no GPU of this host, and CUDA ignores what follows it" if entry else ""
+        if index in shown:
             return 0, f"{entry!r} is repeated, and CUDA then uses no GPU"
-        found.append(index)
-    return len(found), ""
+        shown.append(index)
+    return len(shown), ""
 
 
 def _find_visible_index(facts: GpuFacts, entry: str) -> int | None:

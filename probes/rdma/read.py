@@ -229,10 +229,8 @@ def _read_ecn(host: Host, netdev: str | None, counters: dict[str, int] | None) -
 
 def _read_traffic_class(host: Host, device_folder: str, number: int) -> int | None:
     """Return MLNX_OFED's "Global tclass=106", else rdma_cm's default for the port."""
-    match = re.search(
-        r"tclass=(\d{1,3})\b", sysfs.text(host, f"{device_folder}/tc/{number}/traffic_class") or "", re.ASCII
-    )
-    if match:
+    written = sysfs.text(host, f"{device_folder}/tc/{number}/traffic_class") or ""
+    if match := re.search(r"tclass=(\d{1,3})\b", written, re.ASCII):
         return int(match[1])
     name = device_folder.rpartition("/")[2]
     return sysfs.number(host, f"/sys/kernel/config/rdma_cm/{name}/ports/{number}/default_roce_tos")
@@ -258,10 +256,10 @@ START_BYTES = 16 << 10  # four pages; a smaller region would only test the page 
 LIMIT_BYTES = 64 << 20  # enough to show that the usual limits of 64 KiB and 8 MiB do not apply; released at once
 
 
-def prove_memlock(host: Host, device: str, *, limit_bytes: int = LIMIT_BYTES) -> MemlockProof:
-    """Register memory regions that grow by a factor of four up to the limit, and record where it failed."""
+def prove_memlock(host: Host, device: str) -> MemlockProof:
+    """Register memory regions that grow by a factor of four up to LIMIT_BYTES, and record where it failed."""
     done, size = 0, START_BYTES
-    while size <= limit_bytes:
+    while size <= LIMIT_BYTES:
         try:
             host.verbs("register", device, size)
         except OSError as error:

@@ -14,7 +14,8 @@ from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
-from agent.advice.job_settings import build_job_plan, build_job_request, explain_gdrdma, explain_untrainable
+from agent.advice.job_plan import build_job_plan, explain_gdrdma, explain_untrainable
+from agent.advice.job_settings import build_job_request
 from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
 from agent.checks.view import build_view
@@ -32,12 +33,13 @@ from topology.build import build
 rows = rows_of(__file__)
 
 SICK = "sick-h100-dead-hca"
+DATA = ("dataset_name=openai/gsm8k",)
 
 
 def test_a_failed_check_stops_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 3, what failed, and the option that launches in spite of it."""
     with pytest.raises(SystemExit) as ended:
-        _require_pass(build_view((snapshot(SICK),)).checks, {"require": ()})
+        _require_pass(build_view((snapshot(SICK),)).checks, ())
     errors = capsys.readouterr().err
     assert ended.value.code == 3
     assert "fail topology.gpu_nic.down" in errors and "not launched: " in errors and "--no-preflight" in errors
@@ -67,7 +69,7 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
 
 def launched(folder: Path, code: int, log: str = "") -> FinishedJob:
     """A job that has ended with this code and these last lines."""
-    return FinishedJob(exit_code=code, seconds=9.0, output=folder / "job.log", last_lines=tuple(log.splitlines()))
+    return FinishedJob(exit_code=code, output=folder / "job.log", last_lines=tuple(log.splitlines()))
 
 
 @each_row(("written", "expected"), rows("failed_job"))
@@ -116,7 +118,7 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     """Its weights, its data set and its adapters are in the job's YAML; the embedded job has its settings itself."""
     asked = Request.of(machine="dgx-h100", model="Llama-3.1-8B", global_batch=64)
     advice = advise(asked, ())
-    config = build_job_plan(advice, overrides=["dataset_name=openai/gsm8k"]).config
+    config = build_job_plan(advice, Request(overrides=DATA)).config
     assert config.model_name_or_path == "meta-llama/Llama-3.1-8B"
     assert (config.max_length, config.lora_r) == (asked.train.sequence_length, asked.train.lora_rank)
     made_up = replace(advice, model=replace(advice.model, name="house-model"))
@@ -127,50 +129,50 @@ def test_the_job_trains_the_model_that_was_named() -> None:
     assert explain_untrainable(replace(advice, model=replace(advice.model, name=EMBEDDED_MODEL)), {}) == ""
     assert explain_untrainable(replace(advice, model=None), {}) == ""
     with pytest.raises(RequestError, match="dataset_name: no data set is named"):
-        build_job_plan(advice)
+        build_job_plan(advice, Request())
     advice = advise(Request.of(model="tiny-llama", machine="dgx-h100", global_batch=16), ())
-    assert build_job_plan(advice).config == read_config(None)[0]
+    assert build_job_plan(advice, Request()).config == read_config(None)[0]
 
 
 def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     """--config and --set decide what is trained; a model of the request replaces theirs, nothing else is guessed."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
-    asked = build_job_request(Request(), job, ["packing=true", "load_in_4bit=true"])
+    asked = build_job_request(Request(config=job).with_settings("packing=true", "load_in_4bit=true"))
     train = asked.train
     assert (asked.model, train.method, train.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
     assert (train.sequence_length, train.packing) == (1024, True)
-    assert build_job_request(Request(), job, ["use_peft=false"]).train.method == "full"
-    named = build_job_request(Request.of(model="GPT-2"), job, [])
+    assert build_job_request(Request(config=job).with_settings("use_peft=false")).train.method == "full"
+    named = build_job_request(Request.of(model="GPT-2", config=job))
     assert (named.model, named.train.lora_rank, named.train.sequence_length) == ("GPT-2", 32, 1024)
-    assert build_job_request(Request.of(model="GPT-2", sequence_length=512), None, []).train.sequence_length == 512
-    assert build_job_request(Request(), None, ["max_steps=4"]).model == EMBEDDED_MODEL
+    assert build_job_request(Request.of(model="GPT-2", sequence_length=512)).train.sequence_length == 512
+    assert build_job_request(Request().with_settings("max_steps=4")).model == EMBEDDED_MODEL
     silent = tmp_path / "silent.yaml"
     silent.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\n")
-    assert build_job_request(Request(), silent, []).train.sequence_length == 1024  # as TRL and the job have it
-    assert build_job_request(Request.of(sequence_length=512), silent, []).train.sequence_length == 512
-    assert build_job_request(Request(), None, ["model_name_or_path=random:shapes"]).model == "shapes"
+    assert build_job_request(Request(config=silent)).train.sequence_length == 1024  # as TRL and the job have it
+    assert build_job_request(Request.of(sequence_length=512, config=silent)).train.sequence_length == 512
+    assert build_job_request(Request().with_settings("model_name_or_path=random:shapes")).model == "shapes"
     advice = advise(replace(asked, machine="dgx-h100"), ())
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
     job.write_text("- a list")
     with pytest.raises(RequestError, match="must hold a mapping, holds list"):
-        build_job_request(Request(), job, [])
+        build_job_request(Request(config=job))
 
 
 def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path) -> None:
     """TRL 1.16 loads in fp32, PEFT adapts two projections of a Llama, and Liger's kernels are used only on request."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.2-1B\nuse_peft: true\ngradient_accumulation_steps: 2\n")
-    ours = build_job_request(Request.of(model="Llama-3.2-1B"), job, []).train
+    ours = build_job_request(Request.of(model="Llama-3.2-1B", config=job)).train
     assert (ours.dtype, ours.lora_targets, ours.fused_cross_entropy) == ("auto", TrainSpec().lora_targets, None)
-    trl = Request.of(model="Llama-3.2-1B", engine="trl", machine="dgx-h200")
-    silent = build_job_request(trl, job, [])
+    trl = Request.of(model="Llama-3.2-1B", engine="trl", machine="dgx-h200", config=job)
+    silent = build_job_request(trl)
     assert (silent.train.dtype, silent.train.lora_targets) == ("float32", ("q_proj", "v_proj"))
-    assert build_job_request(trl, job, ["dtype=bfloat16"]).train.dtype == "bfloat16"
-    assert build_job_request(trl, job, ["load_in_4bit=true"]).train.dtype == "auto"
-    assert build_job_request(trl, job, ["lora_target_modules=[q_proj]"]).train.lora_targets == ("q_proj",)
-    for request, fused in ((silent, False), (build_job_request(trl, job, ["use_liger_kernel=false"]), False),
-                           (build_job_request(trl, job, ["use_liger_kernel=true"]), True)):  # fmt: skip
+    assert build_job_request(trl.with_settings("dtype=bfloat16")).train.dtype == "bfloat16"
+    assert build_job_request(trl.with_settings("load_in_4bit=true")).train.dtype == "auto"
+    assert build_job_request(trl.with_settings("lora_target_modules=[q_proj]")).train.lora_targets == ("q_proj",)
+    for request, fused in ((silent, False), (build_job_request(trl.with_settings("use_liger_kernel=false")), False),
+                           (build_job_request(trl.with_settings("use_liger_kernel=true")), True)):  # fmt: skip
         chosen = advise(request, ()).chosen
         assert chosen is not None and chosen.layout.fused_cross_entropy is fused
 
@@ -179,11 +181,13 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
     """--set replaces the file, under an older name too; what is left to fix is named with its source."""
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
+    request = Request(config=job)
     with pytest.raises(RequestError, match=r"^--config \S*job.yaml with --set: push_to_hub=True"):
-        build_job_request(Request(), job, ["max_length=512"])
-    assert build_job_request(Request(), job, ["push_to_hub=false", "max_length=512"]).train.sequence_length == 512
+        build_job_request(request.with_settings("max_length=512"))
+    right = request.with_settings("push_to_hub=false", "max_length=512")
+    assert build_job_request(right).train.sequence_length == 512
     with pytest.raises(RequestError, match=r"job.yaml with --set: lora_r='x'"):
-        build_job_request(Request(), job, ["push_to_hub=false", "lora_r=x"])
+        build_job_request(request.with_settings("push_to_hub=false", "lora_r=x"))
 
 
 RECORD: dict = {**RUN, "status": "running", "exit_code": None, "ended_at": None}
@@ -251,15 +255,12 @@ def test_the_launcher_knows_whether_the_job_posted_its_end() -> None:
     assert replace(done, record=run_record.record_of({**RECORD, "reason": "the loss is not finite"})).wrote_its_end
 
 
-DATA = ["dataset_name=openai/gsm8k"]
-
-
 @each_row(("machine", "network", "evidence", "near"), rows("plan"))
 def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, network, evidence, near):
     """With the evidence; a host without RDMA, or without a GPU, promises nothing."""
     found = [snapshot(machine)]
     advice = advise(Request.of(hosts=(path_of(machine),), model="Llama-3.1-8B", nodes=2), found)
-    written = build_job_plan(advice, overrides=DATA, snapshots=found)
+    written = build_job_plan(advice, Request(overrides=DATA), found)
     (tmp_path / "plan.json").write_text(dump_plan(written))
     plan = read_plan(tmp_path / "plan.json")
     assert plan == written
@@ -275,7 +276,7 @@ def test_the_job_reads_from_the_plan_what_the_hosts_have(tmp_path, machine, netw
 def test_a_machine_that_was_not_probed_promises_no_gpudirect() -> None:
     """A catalogue's machine: whether its modules are loaded is not known."""
     advice = advise(Request.of(machine="p5.48xlarge", model="Llama-3.1-8B", nodes=2), ())
-    assert "gdrdma" not in build_job_plan(advice, overrides=DATA).transport
+    assert "gdrdma" not in build_job_plan(advice, Request(overrides=DATA)).transport
 
 
 def test_a_nearest_nic_that_is_left_out_promises_no_gpudirect() -> None:

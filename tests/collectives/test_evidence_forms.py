@@ -13,6 +13,7 @@ from agent.cli.evidence import print_evidence
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.transport import ChannelCount, Evidence
+from contracts import plain
 
 HEAD = "gpu-a:101:131 [0] NCCL INFO "
 
@@ -132,14 +133,14 @@ def test_a_log_in_one_json_string_is_read(tmp_path):
         assert (verdict.network, verdict.send.total, verdict.transports["SHM"]) == ("Socket", 1, 1)
 
 
-TEXTS = ("problems", "notes", "proof", "fabric", "lines_read", "schema_version", "runs")
+TEXTS = ("problems", "notes", "proof", "fabric", "lines_read", "schema_version", "runs", "rank_hosts")
 
 
 def row_of(verdict: Evidence) -> dict:
     """Every field that is not its type's default, problems with the lines that prove them, and what a gate answers."""
     usual = Evidence()
-    plain = evidence.to_json(verdict)
-    found = {each.name: plain[each.name] for each in fields(Evidence) if each.name not in TEXTS
+    document = plain.write(verdict)
+    found = {each.name: document[each.name] for each in fields(Evidence) if each.name not in TEXTS
              and getattr(verdict, each.name) != getattr(usual, each.name)}  # fmt: skip
     found["problems"] = [  # with the action where it is not that of the code
         [p.severity, p.code, p.message, p.place, [row.line for row in p.lines],

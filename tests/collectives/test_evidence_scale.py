@@ -25,6 +25,8 @@ for module in (ledger, reader):  # all limits are reached by the shorter log
 class Endless(io.RawIOBase):
     def __init__(self, total):
         self.left, self.step, self.blocks = total, 0, 0
+    def peek(self):
+        return b""
     def read(self, size=-1):
         self.blocks = max(self.blocks, sys.getallocatedblocks())
         rows = []

@@ -277,6 +277,11 @@ def test_promtool_sees_the_page_of_the_node_by_its_name(programs, tmp_path):
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
 
+def test_clusters_with_equal_node_names_stay_apart() -> None:
+    """Where one ruler evaluates many clusters, an expression that matches by node needs the cluster as well."""
+    assert [alert.name for alert in ALERTS if "(job" in alert.expr] == []
+
+
 @pytest.mark.prometheus
 def test_promtool_sees_each_alert_fire_and_stay_quiet(programs: dict[str, str]) -> None:
     """rules_test.yaml: a firing case, the wait before it, and a quiet case for every alert."""

@@ -158,7 +158,7 @@ def test_the_user_s_file_is_launched_as_it_stands(kubeconfig, tmp_path, kind, cr
     assert printed["ConfigMap"]["data"]["plan.json"] == files["data"]["plan.json"]
     assert "--config" not in str(job) and "/etc/config/plan.json" in str(printed)
     (tmp_path / "plan.json").write_text(files["data"]["plan.json"])
-    plan, (config, _, notes) = read_plan(tmp_path / "plan.json"), read_config(USERS)
+    plan, (config, _, notes, *_) = read_plan(tmp_path / "plan.json"), read_config(USERS)
     assert plan.config == config  # every setting, and nothing else
     assert plan.notes == tuple(notes) and all(f"note: {text}" in done.stderr for text in notes)
     layout = plan.layout

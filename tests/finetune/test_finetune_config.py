@@ -30,7 +30,7 @@ def settle_layout():
 @pytest.mark.long
 def test_a_config_of_older_releases_reads_as_it_stands(settle_layout):
     """Each old name is taken, and a note says today's."""
-    config, _, notes = read_config(SEED)
+    config, _, notes, *_ = read_config(SEED)
     assert config.max_length == 4096
     assert config.dtype == "bfloat16"
     assert config.layout == SETTINGS["older"]
@@ -58,7 +58,7 @@ def test_trl_s_parser_gets_todays_names_and_nothing_that_the_layout_holds():
 def test_a_name_without_a_value_does_not_hide_another_name(order):
     """A dump of two releases has both names of a setting, one of them null, in any order."""
     raw = {"max_length": None, "max_seq_length": 8, "dtype": None, "torch_dtype": "bfloat16"}
-    config, _, notes = parse_config(dict([*raw.items()][::order]))
+    config, _, notes, *_ = parse_config(dict([*raw.items()][::order]))
     assert (config.max_length, config.dtype) == (8, "bfloat16")
     assert [note for note in notes if "null" in note] == []
 
@@ -76,7 +76,7 @@ def test_overrides_win_and_reach_into_mappings(tmp_path):
     """key=value on the command line, with dots, in YAML's own types; a bare no, in YAML 1.1 false, is no."""
     path = tmp_path / "job.yaml"
     path.write_text("learning_rate: 1.0e-4\nmax_steps: 5\neval_strategy: no\n")
-    config, _, _ = read_config(path, ["learning_rate=2e-3", "layout.tp=2", "report_to=[tensorboard]"])
+    config, *_ = read_config(path, ["learning_rate=2e-3", "layout.tp=2", "report_to=[tensorboard]"])
     assert (config.learning_rate, config.max_steps, config.layout) == (2e-3, 5, {"tp": 2})
     assert (config.report_to, config.eval_strategy) == (("tensorboard",), "no")
 
@@ -97,7 +97,7 @@ def test_a_file_or_an_override_that_is_no_mapping_is_refused(tmp_path, text, ove
 def test_a_value_that_contradicts_the_plan_is_refused(raw, name, settle_layout):
     """The plan is not overruled silently, and neither is the config. Equal values in both are no contradiction."""
     plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
-    agreeing, _, _ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
+    agreeing, *_ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
     assert settle_layout(dataclasses.replace(plan, config=agreeing), 2, has_gpu=False) == plan.layout
     with pytest.raises(ConfigError, match=name):
         settle_layout(dataclasses.replace(plan, config=parse_config(raw)[0]), 2, has_gpu=False)
@@ -115,7 +115,7 @@ def test_a_plan_or_a_degree_for_other_ranks_is_refused(settle_layout):
 @pytest.mark.long
 def test_the_plan_is_one_document(tmp_path, settle_layout):
     """Settings, layout and the rest read back as they were written; settings over it are the job's own words."""
-    config, _, notes = read_config(SEED)
+    config, _, notes, *_ = read_config(SEED)
     layout = Layout(world_size=2, dp_shard=2, micro_batch=32, checkpointing="full", fused_cross_entropy=True)
     plan = JobPlan(config=config, layout=layout, notes=tuple(notes),
                    environment={"NCCL_DEBUG": "INFO"}, transport={"network": "IB"})  # fmt: skip
@@ -155,7 +155,7 @@ def test_every_field_with_a_strange_value_is_honoured_noted_or_refused_by_name()
     """Nothing of a file is passed over in silence: a value that no setting has is in a note or in the refusal."""
     for name in sorted({name for names in FIELDS.values() for name in names}):
         try:
-            _, said, notes = parse_config({name: "strange"})
+            _, said, notes, *_ = parse_config({name: "strange"})
         except ConfigError as error:
             assert name in str(error), name
         else:
@@ -191,7 +191,7 @@ def test_all_wrong_settings_of_a_file_are_named_at_once():
 
 def test_a_dump_of_transformers_defaults_asks_for_nothing():
     """What TrainingArguments.to_dict() writes in addition to the settings: -1, empty lists, empty mappings."""
-    config, said, notes = parse_config(SETTINGS["dump"])
+    config, said, notes, *_ = parse_config(SETTINGS["dump"])
     assert said == {"warmup_steps": 0.0, "save_total_limit": None}
     assert dataclasses.replace(config, save_total_limit=1) == JobConfig()
     assert not [note for note in notes if "taken" in note]
@@ -229,7 +229,7 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
     (tmp_path / "talk.jinja").write_text("{{ messages }}")
     job = tmp_path / "job.yaml"
     job.write_text("deepspeed: zero2.json\nchat_template_path: talk.jinja\n")
-    config, _, notes = read_config(job)
+    config, _, notes, *_ = read_config(job)
     assert (config.layout["reshard_after_forward"], config.max_grad_norm) == (False, 0.5)
     assert config.chat_template == "{{ messages }}"
     assert "deepspeed: ZeRO stage 2 is run by torch's fully_shard, without DeepSpeed" in notes
@@ -280,7 +280,7 @@ def test_every_option_of_the_tables_is_read():
     rows += [(name, value) for name, row in names["only"].items() for value in [*row["allowed"], None]
              if name not in names["values"] and "offload_" not in name]  # fmt: skip
     for name, value in rows:
-        _, explicit, notes = parse_config({name: value})
+        _, explicit, notes, *_ = parse_config({name: value})
         is_noted = any(note.startswith(f"{name}: no effect, ") for note in notes) or name.startswith("deepspeed.")
         if explicit or not is_noted:
             wrong.append((name, value, explicit, notes))

@@ -254,7 +254,7 @@ def test_the_adapter_in_plain_transformers_has_the_loss_of_the_trained_engine(tr
     from transformers import AutoModelForCausalLM
 
     _, record = trained
-    config, _, _ = read_config(None, [ROWS])
+    config, *_ = read_config(None, [ROWS])
     examples, _ = prepare(config, config.dataset_test_split, load_tokenizer(config))
 
     def padded(rows, name, fill):  # on the right, where causal attention never looks

@@ -47,8 +47,8 @@ from agent.http import serve
 from agent.base.options import read_snapshots
 from probes.registry import ALL
 from agent.http import server, state, worker
-shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), most_waiting={MAX_WAITING},
-                       longest_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
+shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), max_waiting={MAX_WAITING},
+                       max_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
 view = state.State(lambda: read_snapshots((Path(sys.argv[2]),), ALL), interval_seconds=3600)
 app = server.create(view, worker=shared)
 @app.get("/endless")
@@ -215,7 +215,7 @@ async def leave_and_stop() -> tuple[list[str], list[object]]:
         await asked.ask(Request({"type": "http"}, leaves), "left")
     while asked._process is not None:
         await asyncio.sleep(0.05)
-    asked._jobs.clear()
+    asked._questions.clear()
     await asyncio.sleep(0.05)
     gc.collect()
     waiting = [asyncio.ensure_future(asked.ask(Request({"type": "http"}, stays), name)) for name in ("one", "two")]

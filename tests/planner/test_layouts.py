@@ -305,7 +305,7 @@ def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
     ):
         answer = recommend(machines.cluster(machine, nodes), (), model_named("Llama-3.1-8B"), train)
         wanted = request_of(answer, ranks_per_node=machines.machine(machine).gpus)
-        settings, _, _ = parse_config(yaml.safe_load(export("finetune", wanted)))
+        settings, *_ = parse_config(yaml.safe_load(export("finetune", wanted)))
         assert settle_layout(JobPlan(config=settings), answer.chosen.layout.world_size, True) == answer.chosen.layout
 
 

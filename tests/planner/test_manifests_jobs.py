@@ -1,9 +1,11 @@
 """What a job's manifests say of failures, security, placement, the gate and the environment, for each API."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 
 import pytest
+from click import Command
 from nccl_env_hosts import host, interface
 from rigs.command import topoflight
 from rigs.pods import launched, templates
@@ -11,11 +13,14 @@ from rigs.recorded import changed, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import Request, adapt_to_pods, advise
-from agent.advice.job_settings import build_job_plan
+from agent.advice.job_plan import build_job_plan
 from agent.base.options import _rows
+from agent.cli.bench import compare_networks
 from agent.cli.launch import launch
 from agent.jobs import cluster_job
+from agent.jobs.options import LaunchOptions
 from finetune import pod
+from planner.forecast.specs import TrainSpec
 from planner.kubernetes import manifests, networks as network_manifests
 from planner.kubernetes.manifests import JobError, JobSpec
 from probes.api import Snapshot
@@ -36,6 +41,14 @@ def test_launch_offers_every_api() -> None:
     (api,) = (param for param in launch.params if param.name == "api")
     assert tuple(api.type.choices) == ("local", *manifests.APIS, "slurm")
     assert _rows("launch")["--output"]["excludes"] == [f"--api={'|'.join(manifests.APIS)}"]
+
+
+@each_row("verb", [launch, compare_networks])
+def test_every_option_is_a_field_of_the_options_or_of_the_request(verb: Command) -> None:
+    """`Request.of` ignores what it does not know, so a field that is missing would be an option without effect."""
+    known = {field.name for kind in (LaunchOptions, Request, TrainSpec) for field in fields(kind)}
+    of_the_verb = {*signature(verb.callback).parameters, "lengths", "ranks"}
+    assert {param.name for param in verb.params} <= known | of_the_verb
 
 
 def container_of(documents: tuple[dict, ...]) -> dict:
@@ -193,7 +206,7 @@ def test_the_gate_judges_with_the_jobs_environment_and_the_hubs_cache_is_on_the_
     assert variables_of(manifests.APIS[api](named))["HF_HOME"] == "/mnt/shared/hub"
 
 
-GIVEN: dict = rows("given")()
+GIVEN = LaunchOptions(request=Request(), **rows("given")())
 
 
 def test_nccl_writes_its_log() -> None:
@@ -227,8 +240,8 @@ def test_interfaces_are_named_as_a_pod_calls_them_or_not_at_all(monkeypatch, nam
     if notes:
         where = "node-a" if recorded else "this machine"
         assert f"is left out: {advice.settings[0].value} is an interface of {where}" in notes[0]
-    spec = cluster_job.build_spec(made, {**GIVEN, "resources": ()})
-    (files, *_) = cluster_job.build_documents(spec, "job", build_job_plan(made))
+    spec = cluster_job.build_spec(made, replace(GIVEN, resources=()))
+    (files, *_) = cluster_job.build_documents(spec, "job", build_job_plan(made, Request()))
     planned = json.loads(files["data"]["plan.json"])["environment"]
     assert ("GLOO_SOCKET_IFNAME" in planned) is ("GLOO_SOCKET_IFNAME" in spec.environment) is stays
 

@@ -184,7 +184,7 @@ def test_accelerates_files_say_layouts_and_its_command_line_goes_over_them() -> 
     config = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\n" \
              "parallelism_config: {parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 1}\n"  # fmt: skip
     said = read_command(["accelerate", "launch", "--config_file", "cp.yaml", "train.py"], {"cp.yaml": config}.get)
-    _, settings, _ = parse_config(add_defaults(said))
+    _, settings, *_ = parse_config(add_defaults(said))
     assert {"cp": 2, "tp": 1, "dp_shard": 1, "sharding": "zero3"}.items() <= settings["layout"].items()
     file = {"a.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\n"}.get
     said = read_command(["accelerate", "launch", "--config_file", "a.yaml", "--zero_stage", "3", "sft.py"], file)

@@ -10,7 +10,8 @@ from typing import Any
 from rigs.recorded import H100, view
 
 from agent.checks.view import build_view
-from agent.cluster.nodes import Fleet, NodeRecord, format_time, from_resource, make_record, to_resource
+from agent.cluster.nodes import Fleet, NodeRecord, from_resource, make_record, to_resource
+from contracts.run_record import timestamp
 from probes.api import Snapshot
 
 SICK = ("sick-h100-gpu-lost", "sick-h100-memlock-64KiB", "sick-h100-nvlink-missing", "sick-h100-thermal",
@@ -50,7 +51,7 @@ def records(nodes: int, *, sick: bool, now: float | None = None) -> Iterator[Nod
         made = known(SICK[n // EVERY % len(SICK)] if ill else H100)
         at = now - (7200.0 if sick and n % (3 * EVERY) == EVERY // 2 else 30.0)
         made = replace(made, name=f"gpu-{n:04}", host=f"gpu-{n:04}", scanned_at_seconds=at)
-        since = format_time(now - FAULT_SECONDS - 60 * (n % 40))
+        since = timestamp(now - FAULT_SECONDS - 60 * (n % 40))
         yield replace(made, findings=tuple({**finding, "since": since} for finding in made.findings))
 
 

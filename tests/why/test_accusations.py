@@ -531,7 +531,7 @@ def test_watch_ends_with_the_run_and_keeps_the_verdict(tmp_path: Path) -> None:
     assert (saved["state"], saved["ranks"]) == ("failed", [2])
     assert saved["line"].split(": ")[0] in topoflight("why", tmp_path).output, "a run's folder among the logs"
     assert saved["line"] in ended.output
-    assert topoflight("why", "--run", tmp_path, "-o", "slurm").stdout == "trainer-2\n"
+    assert topoflight("why", "--run", tmp_path, "-o", "slurm").stdout == "", "another node does not help a program"
     assert run_record.read(tmp_path / "run.json").notes == [f"why: {saved['line']}"]
     assert "hunter22" not in ended.output + "".join(path.read_text() for path in tmp_path.glob("*.json"))
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rigs.command import topoflight
 from rigs.tables import each_row
 
+from agent.base.options import InputError
 from agent.why import diagnosis
 from collectives.traces.watchdog import StackReader
 
@@ -23,6 +25,8 @@ def test_a_log_accuses_whom_it_proves_and_nobody_else(tmp_path: Path, row: dict)
     state, ranks, codes, words = row["gives"]
     assert (found.state, [*found.ranks], [cause.code for cause in found.causes]) == (state, ranks, codes.split())
     assert words in found.line
+    if "slurm" in row:
+        assert topoflight("why", *logs, "-o", "slurm").stdout.split() == row["slurm"]
     proof, shown = row.get("proof"), found.causes[-1].evidence if found.causes else ()
     assert proof is None or (len(shown) == len(proof) and all(map(str.startswith, shown, proof))), shown
 
@@ -61,5 +65,5 @@ def test_a_saved_answer_of_ras_needs_no_option(tmp_path: Path) -> None:
     asked = verdict(text, "ras")
     assert verdict(text, "logs") == asked and asked.unknown
     assert verdict(f"{text}n1:1:2 [0] NCCL INFO Using network Socket\n", "logs") != asked
-    with pytest.raises(diagnosis.WhyError, match="as LOG"):
+    with pytest.raises(InputError, match="as LOG"):
         verdict("=== RAS Diagnostics ===\n[OK]   ECC: no uncorrected volatile errors across 8 ranks\n", "ras")

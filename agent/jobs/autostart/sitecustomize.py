@@ -165,9 +165,8 @@ def _resident(name: str) -> int:
 
 def _start() -> None:
     """Let the imports of torch start the monitor and, in a rank of `launch --script`, the record of its steps."""
-    actions: dict[str, Callable[[Any], None]] = dict.fromkeys(
-        ("torch.distributed.distributed_c10d", "torch.distributed.launcher.api"), _wrap
-    )
+    wrapped = ("torch.distributed.distributed_c10d", "torch.distributed.launcher.api")
+    actions: dict[str, Callable[[Any], None]] = dict.fromkeys(wrapped, _wrap)
     # Python 3.9 has no orig_argv
     if "RANK" in os.environ and getattr(sys, "orig_argv", [])[1:2] == [os.environ.get("TOPOFLIGHT_SCRIPT")]:
         watch = StepRecorder()
