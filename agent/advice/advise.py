@@ -469,21 +469,23 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
 POD_ROLES = {"pod-default", "secondary", "loopback"}  # roles of interfaces in a pod's network namespace
 
 
-def adapt_to_pods(advice: Recommendation, hosts: Sequence[Snapshot], *, here: bool) -> tuple[Recommendation, list[str]]:
+def adapt_to_pods(
+    advice: Recommendation, snapshots: Sequence[Snapshot], *, here: bool
+) -> tuple[Recommendation, list[str]]:
     """Adapt the settings to a pod's network namespace: use its interface names and GIDs, or omit the setting.
 
     An interface is named only if the record of an agent in the pod network shows it under that name. A GID index refers
-    to the GID table that the pod sees. `here` means that the only host is the machine this process runs on.
+    to the GID table that the pod sees. `here` means that the only snapshot is of the machine this process runs on.
     """
     roles: dict[str, set[str]] = {}
     if not here or os.environ.get("KUBERNETES_SERVICE_HOST"):
-        for snapshot in hosts:
+        for snapshot in snapshots:
             facts = snapshot.facts(InterfacesFacts)
             for link in facts.interfaces if facts else ():
                 roles.setdefault(link.name, set()).add(link.role)
     inside = {name for name, its_roles in roles.items() if its_roles <= POD_ROLES}
     secondary = any("secondary" in roles[name] for name in inside)
-    source = "this machine" if here else ", ".join(snapshot.hostname for snapshot in hosts[:2])
+    source = "this machine" if here else ", ".join(snapshot.hostname for snapshot in snapshots[:2])
     settings, notes = [], []
     for setting in advice.settings:
         wrong = ""

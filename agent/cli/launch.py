@@ -85,7 +85,7 @@ def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **valu
 def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], options: LaunchOptions) -> None:
     """Create the job, or print it with --dry-run."""
     from agent.advice.advise import adapt_to_pods
-    from agent.advice.job_settings import describe_grace
+    from agent.advice.job_plan import describe_grace
     from agent.cluster.client import connect
     from agent.jobs import cluster_job
     from planner.kubernetes import networks
@@ -220,7 +220,7 @@ def _launch_script(script: Path, arguments: Sequence[str], options: LaunchOption
 
 def _launch_here(advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions) -> None:
     """Run the job, or print its plan with --dry-run."""
-    from agent.advice.job_settings import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace, require_layout
+    from agent.advice.job_plan import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace, require_layout
     from agent.jobs import launch as launcher
     from agent.terminal import measured
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.advice import job_settings
+from agent.advice import job_plan, job_settings
 from agent.base.options import split_pair
 from agent.base.output import print_text
 from agent.checks.codes import ALL_CODES
@@ -58,7 +58,7 @@ def build_spec(advice: Recommendation, options: LaunchOptions) -> JobSpec:
         preflight_image=options.preflight_image, preflight_require=options.require, device_classes=device_classes,
         resource_claim_template=f"{options.name}-gpu-nic" if options.dra else None,
         restarts=RESTARTS if options.restarts is None else options.restarts,
-        save_seconds=job_settings.estimate_grace(advice, options.storage_rate, SAVE_SECONDS),
+        save_seconds=job_plan.estimate_grace(advice, options.storage_rate, SAVE_SECONDS),
     )  # fmt: skip
     if not options.dra:
         return spec
@@ -159,7 +159,7 @@ def build_plan(advice: Recommendation, options: LaunchOptions, snapshots: Sequen
     output = str(job_settings.read_explicit_settings(advice, options.request).get("output_dir", ""))
     folder = manifests.place_on_claim(output or options.name)
     more = (f"output_dir={folder}",) if name_claim(options) else ()
-    plan = job_settings.build_job_plan(advice, options.request.with_settings(*more), snapshots)
+    plan = job_plan.build_job_plan(advice, options.request.with_settings(*more), snapshots)
     if not more or output in ("", folder):
         return plan
     return replace(plan, notes=(*plan.notes, f"output_dir: {output} is {folder}, on the claim"))
@@ -168,7 +168,7 @@ def build_plan(advice: Recommendation, options: LaunchOptions, snapshots: Sequen
 def refuse_untrainable(advice: Recommendation, options: LaunchOptions) -> None:
     """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
     explicit, nodes = job_settings.read_explicit_settings(advice, options.request), options.nodes or 1
-    if refusal := job_settings.explain_untrainable(advice, explicit):
+    if refusal := job_plan.explain_untrainable(advice, explicit):
         raise JobError(refusal)
     if nodes > 1 and not name_claim(options):
         raise JobError(_texts("one_folder", nodes=nodes))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent.advice.job_settings import GRACE_SECONDS
+from agent.advice.job_plan import GRACE_SECONDS
 from agent.base.output import write_atomic
 from agent.jobs.benchmark import stop_on_signals
 from collectives.bench import processes

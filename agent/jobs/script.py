@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import Request, adapt_to_pods, advise
-from agent.advice.job_settings import add_job_settings, estimate_grace, look_up_shape, run_forecast
+from agent.advice.job_plan import estimate_grace, run_forecast
+from agent.advice.job_settings import add_job_settings, look_up_shape
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.codes import ALL_CODES

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.advice.advise import Request, advise
-from agent.advice.job_settings import build_job_plan, describe_grace, estimate_grace
+from agent.advice.job_plan import build_job_plan, describe_grace, estimate_grace
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic

@@ -267,6 +267,7 @@ def judge_runs(runs: Runs) -> Evidence:
         problems=_join_problems([jobs, *(run.problems for run in each)]),
         notes=(note, *_join_problems([run.notes for run in each])),
         missing_ranks=tuple(sorted({rank for run in each for rank in run.missing_ranks})),
+        rank_hosts={},  # a rank may have another host in each run
         outcome=min((run.outcome for run in each), key=("failed", "unknown", "finished").index),
         runs=rows,
         lines_read=runs.lines,

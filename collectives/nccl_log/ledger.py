@@ -82,7 +82,7 @@ class Ledger:
         self.proof = Proofs()
         self.variable_lines: Firsts[tuple[str, str], ProofLine] = Firsts(MAX_WRITERS)  # ("NAME=VALUE", host)
         self.hosts: Tally[str] = Tally(MAX_HOSTS)  # host: processes that were met
-        self.rank_hosts: Lasts[int, str] = Lasts(MAX_WRITERS)  # of ranks in lines that are not NCCL's
+        self.rank_hosts: Firsts[tuple[int, str], None] = Firsts(MAX_WRITERS)  # in lines that are not NCCL's
         self.marks: Firsts[str, None] = Firsts(MAX_GPUS)  # ids of communicators, and processes that make channels
         self.gpus: Firsts[tuple[str, str], str] = Firsts(MAX_GPUS)  # (host, bus id or device): process
         self.facts = nccl_messages.Facts()
@@ -97,16 +97,13 @@ class Ledger:
 
         The end that one file states counts for files that state none. Two steps are no proof: ranks that wait for a
         failed one may still report them. With ``before_nccl`` the code must also come before NCCL's first line, or
-        before torchrun started its ranks again, in the file that states the end: then it is of an earlier step.
+        before torchrun started its ranks again: then it is of an earlier step or attempt.
         """
         rows = [(file, row) for (other, file), row in self.last_lines.items() if other == code]
-        if before_nccl:
-            ends, starts = self.ended, self.began | self.attempts
-            return bool(rows) and all(row < min(ends.get(file, 0), starts.get(file, 0)) for file, row in rows)
         unstated = float("inf") if self.facts.finished else 0
-        return bool(rows) and all(
-            row < max(self.ended.get(file, unstated), self.steps.get(file, (0,))[0]) for file, row in rows
-        )
+        ends = {file: max(self.ended.get(file, unstated), self.steps.get(file, (0,))[0]) for file, _ in rows}
+        starts = self.began | self.attempts if before_nccl else ends
+        return bool(rows) and all(row < min(ends[file], starts.get(file, 0)) for file, row in rows)
 
     # --- hosts and ranks
 
@@ -147,8 +144,11 @@ class Ledger:
 
     def hosts_of(self, writers: Iterable[Writer]) -> list[str]:
         """Return the hosts of the processes. Where their lines name only a rank, others may name its host."""
-        hosts = self.rank_hosts | {rank: host for rank, (host, _) in self.facts.rank_places.items()}
-        return [writer.host or hosts.get(-1 if writer.rank is None else writer.rank, "") for writer in writers]
+        hosts: dict[int | None, str] = {}
+        for rank, host in self.rank_hosts:  # a rank that was started again on another host has none
+            hosts[rank] = "" if rank in hosts else host
+        hosts |= {rank: host for rank, (host, _) in self.facts.rank_places.items()}
+        return [writer.host or hosts.get(writer.rank, "") for writer in writers]
 
     def ranks_on(self, hosts: Collection[str]) -> tuple[int, ...]:
         """Return the ranks of the processes of these hosts."""

@@ -107,7 +107,7 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     # and a slow path after any failure.
     slow = {code for code in list_codes("gdr") if code in problems and problems[code].severity == "fail"}
     ranked = by_severity(sorted(problems.values(), key=lambda each: CODES[each.code].symptom + 3 * (each.code in slow)))
-    marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity != "info"]
+    marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity == "fail"]
     outcome = "finished" if ledger.facts.finished else "unknown"
     outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
     named = sorted({rank for problem in (*ranked, *findings.notes) for rank in problem.ranks})
@@ -255,7 +255,10 @@ class _Findings:
         """Make consequences and noise notes if the log has the first cause."""
         refused = {writer.host for writer in self.ledger.writers_of("ibv_open_device_failed")}
         others_work = self.inter.startswith("IB") and len(refused) >= self.ledger.host_count()
-        mild = {"libibverbs_missing": self.inter and self._note_several()[1], "ibv_open_device_failed": others_work}
+        fails = [code for code, row in self.problems.items() if row.severity == "fail" and self.ledger.attempts]
+        mild = {code: self.ledger.outlived(code, before_nccl=True) for code in fails}  # of an attempt before the last
+        is_unsure = bool(self.inter and self._note_several()[1])
+        mild |= {"libibverbs_missing": is_unsure, "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
         for code in [code for kind in _NOTES for code in self.problems if CODES[code].note == kind]:

@@ -107,7 +107,7 @@ def _read_answer(answer: bytes) -> bytes:
                    for stream in plain.loads(answer)["data"]["result"]
                    for time, text, *_ in stream["values"] for part in text.splitlines()]  # fmt: skip
     except (plain.PlainError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise LogFileError(f"an answer of Loki that cannot be read: {type(error).__name__}: {error}") from None
+        raise LogFileError(f"an answer of Loki that is cut or damaged, or larger than 64 MiB: {error}") from None
     return "".join(f"{line}\n" for _, line in sorted(entries, key=itemgetter(0))).encode()
 
 
@@ -259,7 +259,7 @@ class Reader:
             writer = Writer(self._tasks.get(task[1], ""), rank=writer.rank)
         self.ledger.writer = writer
         if writer.host and writer.rank is not None:
-            self.ledger.rank_hosts.add(writer.rank, writer.host)
+            self.ledger.rank_hosts.add((writer.rank, writer.host), None)
         if has_header:
             self._meet_process(line)
             self.ledger.began.add(self.file, self.ledger.lines)

@@ -102,7 +102,6 @@ MAX_BYTES = 64 << 20  # of one rank; 2,000 calls with stacks are some 2 MB
 MAX_CALLS = 20_000  # of one rank; only the newest are read
 MAX_RANKS = 4096  # of a group that are named
 MAX_FILES = 8192
-_FRAMES = 8
 UNNAMED = "a collective"  # a call whose kind is not known
 R = TypeVar("R", "RankTrace", RankState)
 
@@ -270,7 +269,7 @@ def _read_frames(entry: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the frames of the caller, innermost first. Those of torch itself are used only if there is no other."""
     rows = [frame for frame in _list(entry.get("frames")) if isinstance(frame, dict)]
     rows = [frame for frame in rows if "-packages/torch/" not in str(frame.get("filename"))] or rows
-    parts = ([str(row.get(name, ""))[-120:] for name in ("filename", "line", "name")] for row in rows[:_FRAMES])
+    parts = ([str(row.get(name, ""))[-120:] for name in ("filename", "line", "name")] for row in rows[:8])
     return tuple(f"{file.rpartition('/')[2]}:{line} {name}" for file, line, name in parts)
 
 
@@ -311,7 +310,6 @@ def read_ranks(paths: Iterable[Path], read_rank: Callable[[Path], R]) -> tuple[d
 MAX_OPCODES = 2_000_000  # 2,000 calls with stacks take some 200,000; the largest, an empty dict, takes 72 bytes
 MAX_TUPLES = MAX_CALLS  # hashing deeply nested tuples overflows the stack of the process
 MAX_SECONDS = 20.0  # of CPU; what is allowed above takes some 4
-_LOOK = 4096  # opcodes between two readings of the clock
 _PLAIN = read_table(__file__, "texts.toml")["pickle"]["opcodes"].split()
 
 
@@ -332,7 +330,7 @@ def _check(raw: bytes) -> None:
             raise RankFileError(f"more than {MAX_OPCODES} values, or {MAX_TUPLES} tuples")
         if isinstance(value, int) and (value.bit_length() > 64 or ("BINPUT" in opcode.name and value > number)):
             raise RankFileError("a whole number of more than 64 bits, or a place for a value beyond all values")
-        if number % _LOOK == 0 and time.thread_time() > until:
+        if number % 4096 == 0 and time.thread_time() > until:
             raise RankFileError(f"reading it takes more than {MAX_SECONDS:.0f} s of CPU")
 
 

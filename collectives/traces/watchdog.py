@@ -19,9 +19,7 @@ from contracts.tables import read_patterns, read_table
 _TEXTS = read_patterns(__file__, "texts.toml", "watchdog", str)
 _GATHERS = ("allgather", "_allgather_base")
 _SCATTERS = ("reduce_scatter", "_reduce_scatter_base")
-_CUT_SHORT = "preamble.length"  # gloo/transport/tcp/pair.cc, of a message longer than the call expects
 _NEEDLES = tuple(read_table(__file__, "texts.toml")["needles"])
-_NAMES = "Parameters which"  # of DDP's parameters; the line after it has their indices
 _MEETING = ("clients", "unresolved", "ipv6", "taken", "unreached")  # of ranks that do not meet
 MAX_STORED = 1 << 16  # ranks, or calls, that are stored
 MAX_ATTEMPTS = 4
@@ -142,11 +140,11 @@ class _Reader:
             self.stack = self.stacks.setdefault(key, []) if key else None
         if ended := _TEXTS["terminated"].search(line):
             self.report.terminated.add(int(ended[1]))
-        if (unused := _TEXTS["unused"].search(line)) and not self.report.unused.startswith(_NAMES):
+        if (unused := _TEXTS["unused"].search(line)) and not self.report.unused.startswith("Parameters which"):
             self.report.unused = unused[0]
         if stopped := _TEXTS["stopped"].search(line):
             self.report.stopped = stopped[1]
-        if _CUT_SHORT in line:
+        if "preamble.length" in line:  # gloo/transport/tcp/pair.cc, of a message longer than the call expects
             self.report.cut_short = self.report.cut_short or line[:300]
 
     def meeting(self, line: str) -> None:

@@ -36,7 +36,7 @@ _PROGRAMS = ("shell", "dockerfile")
 _LIMITS = {"log": 16 << 20, **dict.fromkeys(("env", "conf", "process"), 8 << 20)}  # characters
 _LIMIT_SCRIPT = 1 << 20  # characters of the other formats, which are parsed completely
 _LIMIT_DEPTH = 4  # nesting of texts inside texts
-_MAX_NAMES = 2000  # checked variables of one place; each unknown name is compared with all known ones
+_MAX_NAMES = 2000  # checked variables; each unknown name is compared with all known ones
 
 
 class Reading(NamedTuple):
@@ -86,8 +86,8 @@ def _read_as(text: str, kind: str) -> Reading:
     used = frozenset(pattern("used").findall(pattern("own_name").sub("", text)) if kind not in _LIMITS else ())
     all_reduce = kind not in _LIMITS and pattern("only_all_reduce").match(text) is not None
     environments = tuple(each for source, script in parts for each in _environments(source, script, used, all_reduce))
-    if any(len(each.environment) > _MAX_NAMES for each in environments):
-        raise EnvironmentTextError(f"more than {_MAX_NAMES} variables are not read")
+    if (count := len(set[str]().union(*(each.lines for each in environments)))) > _MAX_NAMES:
+        raise EnvironmentTextError(f"{count} variables are more than the {_MAX_NAMES} that are read")
     if kind in ("json", "toml"):  # their parsers know no lines: take the one that names a variable
         rows: dict[str, int] = {}
         for number, row in enumerate(text.splitlines(), start=1):

@@ -387,7 +387,7 @@ class RunFacts:
             kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
         elif kind == "gone" and state and state.ended:
             kind = "left"
-        elif row and (row.exit_code or 0) > 0:  # no signal ended it
+        elif row and 0 < (row.exit_code or 0) < 128:  # no signal ended it, nor its child if it is a shell
             kind = "exited"
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from rigs.tables import each_row, rows_of
 
-from agent.advice import job_settings
+from agent.advice import job_plan
 from agent.advice.advise import Request, advise
 from agent.jobs import launch
 from planner.recommend import checkpoint_to_save
@@ -123,6 +123,6 @@ def test_the_time_to_save_here_is_that_of_the_checkpoint(given):
     advice = advise(Request.of(machine="p5.48xlarge", nodes=2, model="Llama-3.1-8B", **run), ())
     saved, step = checkpoint_to_save(advice)
     assert saved > 8e9 * (4 + 2 * 4)  # fp32 weights, and Adam's two moments
-    assert job_settings.estimate_grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
-    assert job_settings.describe_grace(advice, "the ranks", job_settings.estimate_grace(advice, None), 20, None)
-    assert job_settings.estimate_grace(replace(advice, model=None), None) == job_settings.GRACE_SECONDS
+    assert job_plan.estimate_grace(advice, given) == math.ceil(step + 2 * saved / given) > 60
+    assert job_plan.describe_grace(advice, "the ranks", job_plan.estimate_grace(advice, None), 20, None)
+    assert job_plan.estimate_grace(replace(advice, model=None), None) == job_plan.GRACE_SECONDS

@@ -73,6 +73,8 @@ def test_yaml_bombs_end() -> None:
         read_environment("\n".join(["kind: Pod", "a0: &a0 [x]", *levels]), "yaml")
     with pytest.raises(EnvironmentTextError):
         read_environment("[" * 3000 + "]" * 3000, "yaml")
+    with pytest.raises(EnvironmentTextError, match="2001 variables are more than the 2000"):
+        read_environment("".join(f"export NCCL_A{i}=$X\n" for i in range(2001)), "shell")
 
 
 @pytest.mark.corpus

@@ -12,7 +12,7 @@ from topo_samples import ALL
 
 from probes.pci.facts import PciDevice
 from topology.derive import complete
-from topology.formats.text import lower, parse
+from topology.formats.text import choose_worse_label, parse
 from topology.graph import GpuNode, NicNode, NodeTopology, Pair, nvlinks, path_class, rank
 from topology.links import PciTree
 from topology.render import render_matrix as matrix
@@ -122,10 +122,10 @@ def test_rendered_matrix_parses_to_the_same(node):
 @given(label, label)
 @settings(deadline=None)
 def test_lower_label_is_symmetric_and_one_of_the_two(first, second):
-    chosen = lower(first, second)
+    chosen = choose_worse_label(first, second)
     assert chosen in (first, second)
-    assert rank(chosen) == rank(lower(second, first))
-    assert nvlinks(chosen) == nvlinks(lower(second, first))
+    assert rank(chosen) == rank(choose_worse_label(second, first))
+    assert nvlinks(chosen) == nvlinks(choose_worse_label(second, first))
 
 
 @st.composite

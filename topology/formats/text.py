@@ -414,7 +414,7 @@ def _build_pairs(
     return tuple(pairs)
 
 
-def lower(first: str, second: str) -> str:
+def choose_worse_label(first: str, second: str) -> str:
     """Return the worse of the labels of a pair's two directions, because only that works both ways."""
     if UNKNOWN in (first, second):
         return second if first == UNKNOWN else first
@@ -425,7 +425,7 @@ def _choose_label(a: str, b: str, candidates: list[tuple[_Row, str]], matrix: _M
     """Return the row and label of a pair; if its two directions differ, the worse one."""
     certain = [each for each in candidates if each[1] != UNKNOWN] or candidates
     labels = [label for _, label in certain]
-    label = lower(*labels) if len(labels) == 2 else labels[0]
+    label = choose_worse_label(*labels) if len(labels) == 2 else labels[0]
     if len(set(labels)) == 2:
         matrix.warnings.append(_text("two_labels", a=a, b=b, labels=labels, taken=label))
     return certain[labels.index(label)][0], label

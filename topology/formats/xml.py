@@ -53,7 +53,7 @@ def parse(text: str, source: str = "xml") -> NodeTopology:
         family, model, numa = (_parse_number(attributes.get(name)) for name in ("familyid", "modelid", "numaid"))
         parts.cpus.append(Cpu(arch=attributes.get("arch"), vendor=attributes.get("vendor"), family=family, model=model))
         parts.numa_nodes.append(position if numa is None else numa)  # position, if numaid is missing
-        walk(cpu, position, None, parts)
+        collect_elements(cpu, position, None, parts)
     tree = PciTree(parts.pci.values(), own_links=True)
     gpus = tuple(replace(gpu, **tree.links_of(gpu.bus_id)) for gpu in number_gpus(parts.gpus))
     ordered = sorted(parts.nics, key=lambda item: item[0])
@@ -129,7 +129,7 @@ _RDMA_NAME = re.compile(r"(mlx|bnxt_re|roce|ib|irdma|hfi|ionic|rdmap|efa)", re.I
 
 @dataclass(slots=True)
 class CollectedElements:
-    """Elements collected by `walk`."""
+    """Elements collected by `collect_elements`."""
 
     source: str
     gpus: list[tuple[GpuNode, str]] = field(default_factory=list)
@@ -158,7 +158,7 @@ def normalise_bus_id(text: str) -> str:
     return f"{int(match[1], 16):04x}:{match[2]}:{match[3]}.{match[4]}" if match else text[:64]
 
 
-def walk(element: Element, cpu: int, parent: str | None, parts: CollectedElements) -> None:
+def collect_elements(element: Element, cpu: int, parent: str | None, parts: CollectedElements) -> None:
     """Collect the elements below a `<cpu>` or `<pci>`."""
     for child in element.children:
         if child.tag == "pci":
@@ -211,7 +211,7 @@ def _collect_pci(element: Element, cpu: int, parent: str | None, parts: Collecte
         parts.nics.append((min(devs, default=_LAST), _build_nic(node, nets, numa)))
     if class_code is None and not gpus and not nets and not element.named("pci"):
         parts.without_class += 1
-    walk(element, cpu, bus_id, parts)
+    collect_elements(element, cpu, bus_id, parts)
 
 
 def _build_gpu(element: Element, node: PciDevice, parts: CollectedElements) -> GpuNode:
