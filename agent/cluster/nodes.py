@@ -420,10 +420,7 @@ _SILENT, _VERDICT, _UNREADY, _CORDONED = CLUSTER_CODES
 
 
 def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> dict[str, list[Finding]]:
-    """Return the nodes selected by name and label, the latter with the findings of their Node objects.
-
-    Raises ApiError, or GateError if there are none.
-    """
+    """Return the selected nodes, those of `selector` with findings. Raises ApiError, or GateError if there are none."""
     selected: dict[str, list[Finding]] = {name: [] for name in names}
     if selector:
         labelled = client.items(make_path("v1", "nodes"), {"labelSelector": selector})

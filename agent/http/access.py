@@ -255,11 +255,6 @@ class LimitedProtocol(H11Protocol):
     def _list_others(self) -> list[LimitedProtocol]:
         return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]
 
-    def _is_over_limit(self) -> bool:
-        """Return whether the maximum number of other connections is busy."""
-        over = len(self.connections) > self.most_connections
-        return over and sum(not connection.awaited() for connection in self._list_others()) >= self.most_connections
-
     def awaited(self) -> str | None:
         """Return what the client must do next; None while the application works."""
         if self.flow.write_paused:
@@ -295,7 +290,10 @@ class LimitedProtocol(H11Protocol):
             detail = "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous"
         elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds split ones
             status, detail = 400, f"the headers have more than {HEAD_BYTES} bytes"
-        elif scope["path"] not in PROBES and self._is_over_limit():
+        elif (
+            scope["path"] not in PROBES
+            and sum(not one.awaited() for one in self._list_others()) >= self.most_connections
+        ):
             status, detail = 503, f"{self.most_connections} connections are in use"
         if status:
             headers = {"Connection": "close", **({"Retry-After": "5"} if status == 503 else {})}

@@ -68,7 +68,9 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         expected=lambda: _read_expected(options),
         history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
-    page, end = _make_url(address, listening.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
+    page = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
+    end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
     print_text(f"page: {page}  metrics: {page}metrics{end}", err=True)
     try:
         listen(build_application(state, options, client), listening)
@@ -83,12 +85,6 @@ def _read_expected(options: dict[str, Any]) -> Sequence[NodeExpectation]:
 
     file: Path | None = options["expect_file"]
     return read_expectations(options["expect"], file if file is not None and file.exists() else None)
-
-
-def _make_url(address: str, port: int) -> str:
-    """Return the URL of the page for a user on this host."""
-    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def bind(address: str, port: int) -> socket.socket:

@@ -121,11 +121,9 @@ def make_findings(result: SearchResult) -> list[Finding]:
             "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link, result.passes),
             share=_format_share(link.loss), **ends,
         ))  # fmt: skip
-    open_domains = {domain for domain, of in zip(result.domains, result.verdicts, strict=True) if of.state != "bad"}
-    return findings + [
-        make_finding("search.uplink.slow", "", subject=domain, share=_format_share(loss))
-        for domain, loss in result.uplinks if domain in open_domains
-    ]  # fmt: skip
+    for domain, loss in result.uplinks:
+        findings.append(make_finding("search.uplink.slow", "", subject=domain, share=_format_share(loss)))
+    return findings
 
 
 def _make_unjudged(verdict: Verdict, node: str, evidence: tuple[str, ...]) -> Finding:
