@@ -284,16 +284,14 @@ class LimitedProtocol(H11Protocol):
         """Reject a request with an ambiguous body length, and all but health checks if the limit is reached."""
         names = {name for name, _ in scope["headers"]}
         framed_twice = b"content-length" in names or scope["http_version"] == "1.0"  # RFC 9112, 6.1
+        is_full = len(self.connections) > self.most_connections and scope["path"] not in PROBES
         status = 0
         if b"transfer-encoding" in names and framed_twice:
             status = 400
             detail = "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous"
         elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds split ones
             status, detail = 400, f"the headers have more than {HEAD_BYTES} bytes"
-        elif (
-            scope["path"] not in PROBES
-            and sum(not one.awaited() for one in self._list_others()) >= self.most_connections
-        ):
+        elif is_full and sum(not one.awaited() for one in self._list_others()) >= self.most_connections:
             status, detail = 503, f"{self.most_connections} connections are in use"
         if status:
             headers = {"Connection": "close", **({"Retry-After": "5"} if status == 503 else {})}

@@ -319,10 +319,10 @@ def test_a_state_folder_that_is_named_is_made(tmp_path):
     assert state.is_dir()
 
 
-def test_a_state_folder_that_cannot_be_written_is_named_at_the_start(tmp_path, monkeypatch):
+def test_a_state_folder_that_cannot_be_written_is_named_at_the_start(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "access", lambda _path, mode, **_more: not mode & os.W_OK)
     done = topoflight("serve", "--state", tmp_path, "--address", "192.0.2.1", "--port", "0", "--host", path_of())
-    assert done.exit_code == 1 and f"the folder {tmp_path} cannot be written to; posted runs" in done.stderr
+    assert done.exit_code == 1 and f"the folder {tmp_path} cannot be written to; posted runs" in caplog.text
 
 
 def test_the_api_server_judges(api: ApiServer) -> None:
