@@ -351,7 +351,8 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
     assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
-    for rank, error in enumerate(["CUDA error: uncorrectable ECC error encountered", *["Connection closed by peer"] * 2]):
+    lost = "Connection closed by peer"
+    for rank, error in enumerate(("CUDA error: uncorrectable ECC error encountered", lost, lost)):
         host = f"ip-10-0-0-{rank}.example.com"
         state = {"rank": rank, "host": host, "written": 1e9, "ended": True, "error": error}
         (tmp_path / "ranks" / f"state_rank_{rank}.json").write_text(json.dumps(state))
