@@ -59,7 +59,8 @@ def export(name: str, request: ExportRequest) -> str:
         return text
     import yaml
 
-    return yaml.safe_dump(yaml.safe_load(text), sort_keys=False)  # in PyYAML's format
+    comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    return comments + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)  # in PyYAML's format
 
 
 def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
