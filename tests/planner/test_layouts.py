@@ -395,7 +395,7 @@ def test_torchtitan_module_sets_the_fields_that_its_version_has(fields, batch, m
     layout = Layout(world_size=64, tp=4, pp=2, dp_shard=8, sequence_parallel=True, gradient_accumulation=4,
                     stage_layers=(17, 15), checkpointing="selective")  # fmt: skip
     module: dict[str, Any] = {}
-    exec(export("torchtitan", request(layout, engine="torchtitan", sequence_length=2048)), module)
+    exec(export("torchtitan", request(layout, engine="torchtitan", sequence_length=2048)), module)  # noqa: S102
     config = module["topoflight_job"]()
     names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel",
              "context_parallel")  # fmt: skip

@@ -351,9 +351,10 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
     assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
-    for rank in range(3):
-        state = {"rank": rank, "host": f"ip-10-0-0-{rank}.example.com", "written": 1e9, "ended": True,
-                 "error": "Connection closed by peer" if rank else "CUDA error: uncorrectable ECC error encountered"}  # fmt: skip
+    lost = "Connection closed by peer"
+    for rank, error in enumerate(("CUDA error: uncorrectable ECC error encountered", lost, lost)):
+        host = f"ip-10-0-0-{rank}.example.com"
+        state = {"rank": rank, "host": host, "written": 1e9, "ended": True, "error": error}
         (tmp_path / "ranks" / f"state_rank_{rank}.json").write_text(json.dumps(state))
     found = topoflight("why", "--run", tmp_path, "-o", "slurm")
     assert (found.exit_code, found.stdout) == (3, "ip-10-0-0-0\n")
