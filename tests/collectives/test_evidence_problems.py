@@ -187,5 +187,5 @@ def test_a_failed_connection_names_both_hosts_and_the_rank_that_reports_it() -> 
              for rank in range(4)]  # fmt: skip
     names = [f"n{host}:{2 * host}:9 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.{host}<0>" for host in range(2)]
     failed = "n1:3:9 [1] ib.cc:1 NCCL WARN NET/IB : Got completion from peer 10.0.0.0<33> with status=12 opcode=0 len=0"
-    problem = read(*names, *ranks, failed).problems[0]
+    problem = read([*names, *ranks, failed]).problems[0]
     assert (problem.code, problem.hosts, problem.ranks) == ("ib_retry_exceeded", ("n0", "n1"), (3,))
