@@ -457,7 +457,8 @@ def test_a_script_of_slurmd_ends_whatever_hangs(script, check, sinfo, logged, tm
         settings.write(f'topoflight={tmp_path}/topoflight\nseconds=4\nlog() {{ echo "$1: $2" >> {tmp_path}/log; }}\n')
     done = subprocess.run([tmp_path / script], env=environment, capture_output=True, timeout=300, check=False)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # raises where the script has waited for its end
-    assert done.returncode == ("is not started" in logged) and logged in (tmp_path / "log").read_text()
+    assert (done.returncode, done.stderr) == ("is not started" in logged, b"")
+    assert logged in (tmp_path / "log").read_text()
 
 
 @each_row(("text", "logged"), rows("broken"))
