@@ -149,8 +149,7 @@ def _translate_layout(layout: Layout, on_gpu: bool, given: dict[str, Any]) -> di
         }  # fmt: skip
     config = given.get("accelerator_config") or {}
     if (sharded or layout.cp > 1) and isinstance(config, dict):  # not the name of a file
-        # Without sync_each_batch each rank holds unsharded gradients until the last micro-batch. The user's value wins.
-        options = {"sync_each_batch": True, **(config.get("gradient_accumulation_kwargs") or {})}
+        options = {"sync_each_batch": True, **(config.get("gradient_accumulation_kwargs") or {})}  # or FSDP shards late
         settings["accelerator_config"] = {**config, "gradient_accumulation_kwargs": options}
     if max(layout.tp, layout.cp) > 1 or (sharded and layout.dp_replicate > 1):
         settings["parallelism_config"] = ParallelismConfig(
