@@ -84,10 +84,8 @@ def _read_signs() -> tuple[Sign, ...]:
     for row in _MESSAGES["messages"]["rows"]:
         texts = row["text"] if isinstance(row["text"], list) else [row["text"]]
         pattern = insert_pieces(row.get("pattern", ""), pieces)
-        signs += [
-            Sign(text.encode(), row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
-            for text in texts
-        ]
+        members = (row["code"], pattern.encode(), row.get("rising", False), row.get("own", True))
+        signs += [Sign(text.encode(), *members) for text in texts]
     return tuple(signs)
 
 

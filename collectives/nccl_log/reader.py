@@ -102,13 +102,16 @@ def _read_answer(answer: bytes) -> bytes:
     """Return the entries of Loki's answer, sorted by time, as `kubectl logs --prefix` prints them."""
     from contracts import plain
 
+    lines = io.BytesIO()  # not a list: one entry may be millions of lines
     try:
-        entries = [(int(time), f"[pod/{stream['stream'].get('pod', '-')}/-] {part}")
+        entries = [(int(time), str(stream["stream"].get("pod", "-"))[:253], text)
                    for stream in plain.loads(answer)["data"]["result"]
-                   for time, text, *_ in stream["values"] for part in text.splitlines()]  # fmt: skip
+                   for time, text, *_ in stream["values"]]  # fmt: skip
+        for _, pod, text in sorted(entries, key=itemgetter(0)):
+            lines.writelines(f"[pod/{pod}/-] {part}\n".encode() for part in text.splitlines() if part)
     except (plain.PlainError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise LogFileError(f"an answer of Loki that is cut or damaged, or larger than 64 MiB: {error}") from None
-    return "".join(f"{line}\n" for _, line in sorted(entries, key=itemgetter(0))).encode()
+    return lines.getvalue()
 
 
 def holds_text(file: Path) -> bool:

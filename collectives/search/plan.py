@@ -195,7 +195,7 @@ class Search:
         living = [node for node in range(self.nodes) if node not in self.lost]
         if self.phase == 1:
             return [Test(kind="alone", nodes=(node,)) for node in living]
-        broken = {node for node in living if self._has_bad_part(node) or self._was_stuck(node)}
+        broken = {node for node in living if self._get_state(node, ("alone",))[0] == "bad" or self._was_stuck(node)}
         waiting = {node for test in self._queue for node in test.nodes}
         free = [node for node in living if node not in broken and node not in waiting]
         if self.phase == 2:
@@ -216,9 +216,8 @@ class Search:
         """
         suspects = self._find_open_nodes(("alone",))
         clean: dict[str, list[int]] = defaultdict(list)
-        for node in range(self.nodes) if suspects else ():
-            if self._is_clean(node):
-                clean[self._models[node]].append(node)
+        for node in filter(self._is_clean, range(self.nodes if suspects else 0)):
+            clean[self._models[node]].append(node)
         return {*suspects, *(mate for node in suspects for mate in clean[self._models[node]][:PARTNERS])}
 
     def _group_near(self, nodes: Iterable[int]) -> list[tuple[int, ...]]:
@@ -492,12 +491,9 @@ class Search:
         return [
             node for node in sorted(self._measures)
             if node not in self.lost and self._get_state(node, kinds)[0] == "open"
-            and (kinds == ("alone",) or not self._has_bad_part(node))
+            and (kinds == ("alone",) or self._get_state(node, ("alone",))[0] != "bad")
             and self._get_state(node, ("near", "far"))[0] != "bad"
         ]  # fmt: skip
-
-    def _has_bad_part(self, node: int) -> bool:
-        return self._get_state(node, ("alone",))[0] == "bad"
 
     def _was_stuck(self, node: int) -> bool:
         return any(m.what == "stuck" and m.excess > 0 for m in self._measures[node])
@@ -578,11 +574,13 @@ class Search:
         return f"{text}. Check the switches between the domains" if far > (1 + PLAIN) * near else ""
 
     def find_slow_uplinks(self) -> dict[str, float]:
-        """Return the domains of several nodes whose fastest transfer to other domains is slow, and the lost rate."""
-        far = [(excess, link) for link, excess in self.excess.items() if self._classify_pair(*link) == "far"]
-        fastest = {self.domains[end]: 1 + excess for excess, link in sorted(far, reverse=True) for end in link}
-        losses = {domain: 1 - min(fastest.values()) / time for domain, time in fastest.items()}
-        return {d: loss for d, loss in losses.items() if d and len(self._members[d]) > 1 and loss > BLIND}
+        """Return the domains that are fast inside and slow to all others, and the lost rate; bad nodes do not count."""
+        good = {verdict.node for verdict in self.verdicts() if verdict.state != "bad"}
+        fastest: dict[str, dict[str, float]] = {"near": {}, "far": {}}
+        for link in sorted(filter(good.issuperset, self.excess), key=self.excess.__getitem__, reverse=True):
+            fastest[self._classify_pair(*link)].update({self.domains[end]: 1 + self.excess[link] for end in link})
+        near, far = ({d: 1 - min(times.values()) / time for d, time in times.items()} for times in fastest.values())
+        return {d: loss for d, loss in far.items() if d and loss > BLIND and near.get(d, 1.0) <= BLIND}
 
     def bad_links(self) -> list[BadLink]:
         """Return the bad links between nodes that are not bad themselves."""

@@ -9,7 +9,7 @@ from rigs.command import python
 from rigs.logs import read
 
 from collectives.nccl_log import evidence
-from collectives.nccl_log.reader import Reader
+from collectives.nccl_log.reader import Reader, Unpacked
 
 HEAD = "n1:1:2 [0] NCCL INFO "
 ON = f"{HEAD}Channel 00/0 : 0[0] -> 2[0] [send] via NET/IB/0/GDRDMA"
@@ -113,3 +113,11 @@ def test_nccl_logs_every_connection_into_a_file_of_each_process() -> None:
     wanted = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/x/nccl.%h.%p.log", "NCCL_RUNTIME_CONNECT": "0"}
     assert wanted.items() <= env.items()
     assert {"INIT", "ENV", "NET", "P2P", "SHM"} <= set(env["NCCL_DEBUG_SUBSYS"].split(","))
+
+
+def test_empty_lines_of_an_answer_of_loki_are_left_out() -> None:
+    """One entry may be millions of lines, each of which would get the name of its pod."""
+    stream = {"stream": {"pod": "p" * 1000}, "values": [["1", f"first{chr(10) * 100_000}last"]]}
+    answer = {"status": "success", "data": {"resultType": "streams", "result": [stream]}}
+    lines = Unpacked(io.BytesIO(json.dumps(answer).encode())).read().splitlines()
+    assert lines == [b"[pod/%s/-] %s" % (b"p" * 253, text) for text in (b"first", b"last")]
