@@ -3,8 +3,7 @@
 Surface: TRL 1.16, in the order of its scripts/sft.py (TrlParser and its dataclasses), transformers' TrainerCallback,
 accelerate 1.15 (FSDP2 plugin, ParallelismConfig, AcceleratorState), `datasets` over the files that `finetune.rows`
 finds, and alignment-handbook, src/alignment/data.py. `finetune.train` starts it where plan.json has `trl`. Without a
-GPU accelerate runs DDP only, so the planner plans only DDP there. On a GPU FSDP2
-has been run (docs/measurements/gpu.md), HSDP, TP and CP have not.
+GPU, accelerate and the planner use DDP only. On GPUs FSDP2 has been run (docs/measurements/gpu.md), not HSDP, TP or CP.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         note(f"{name}: no effect, TRL {trl.__version__} has no such setting")
     try:
         return tuple(parser.parse_args_into_dataclasses(args=[]))
-    except (ValueError, TypeError, ImportError, SystemExit) as error:
+    except (OSError, ValueError, TypeError, ImportError, SystemExit) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
 
 
@@ -148,9 +147,10 @@ def _translate_layout(layout: Layout, on_gpu: bool, given: dict[str, Any]) -> di
             "version": 2, "reshard_after_forward": layout.reshard_after_forward, "activation_checkpointing": recompute,
             "cpu_offload": layout.offload == "all", "cpu_ram_efficient_loading": True,
         }  # fmt: skip
-    if (sharded or layout.cp > 1) and not isinstance(given.get("accelerator_config"), str):  # a file: as it is
-        synced = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}  # or FSDP holds all gradients meanwhile
-        settings["accelerator_config"] = {**(given.get("accelerator_config") or {}), **synced}
+    config = given.get("accelerator_config") or {}
+    if (sharded or layout.cp > 1) and isinstance(config, dict):  # not the name of a file
+        options = {"sync_each_batch": True, **(config.get("gradient_accumulation_kwargs") or {})}  # or FSDP shards late
+        settings["accelerator_config"] = {**config, "gradient_accumulation_kwargs": options}
     if max(layout.tp, layout.cp) > 1 or (sharded and layout.dp_replicate > 1):
         settings["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp, cp_size=layout.cp

@@ -150,8 +150,8 @@ _RATE_800G = 90 * GIGA  # ports of 800 Gb/s have at least this rate
 def is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
     """Whether the GPUs are attached to the NIC's own PCIe 6 switch, so data does not use the NIC's link to the host.
 
-    This is the case on boards of compute capability 10.3 with 800 Gb/s ConnectX-8. Their link to the host is PCIe 5 and
-    would halve the rate (NVIDIA HGX B300 and GB300 NVL72 data sheets, ConnectX-8 SuperNIC).
+    This is so for ConnectX-8 with 800 Gb/s on HGX B300, GB300 NVL72 and MGX PCIe switch boards (RTX PRO 6000). Their
+    link to the host is PCIe 5 and would halve the rate (NVIDIA's data sheets; MGX PCIe Switch Board with ConnectX-8).
     """
     fast = (nic.rate_bytes_per_second or 0.0) >= _RATE_800G
     return fast and any((gpu.compute_capability or (0, 0)) >= (10, 3) for gpu in gpus)

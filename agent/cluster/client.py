@@ -43,6 +43,11 @@ TRIES = 5
 TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, in the form that the API server writes
+_RENEW = "; the token or certificate is missing, expired or of another cluster: renew the credentials"
+_ROLE = r"; bind a role with the verb \1 on \2 to this user, then check: kubectl auth can-i \1 \2"
+_HINTS = (  # what to do about a status with this text; a quota or admission webhook refuses with 403 as well
+    (401, "", _RENEW), (403, "system:anonymous", _RENEW), (403, r'cannot (\w+) resource "([^"]+)"', _ROLE),
+)  # fmt: skip
 AGAIN = (429, 500, 502, 503, 504)  # status while the API server is busy, starting or behind a load balancer
 
 
@@ -51,11 +56,6 @@ REASONS = {
     0: "unreachable", 400: "invalid", 401: "unauthorized", 403: "forbidden", 404: "missing", 409: "conflict",
     410: "expired", 422: "invalid", 429: "busy",
 }  # fmt: skip
-
-
-def get_reason(status: int) -> str:
-    """Return the reason for a status; an unlisted status is a server error."""
-    return REASONS.get(status, "server")
 
 
 Tally = defaultdict[tuple[str, ...], float]
@@ -71,7 +71,7 @@ class ApiError(RuntimeError):
 
     def __init__(self, status: int, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.reason = status, REASONS.get(status, "server")  # an unlisted status is a server error
         self.retry_after = retry_after
 
 
@@ -191,10 +191,16 @@ class Client:
         return self.request("GET", path)[1]
 
     def items(self, path: str, query: Mapping[str, Any] | None = None) -> Iterator[Json]:
-        """Return all objects, read page by page."""
-        parameters = {**(query or {}), "limit": PAGE}
+        """Return all objects, page by page. If the list expires (410), it is returned once more from its start."""
+        parameters, restarted = {**(query or {}), "limit": PAGE}, False
         while True:
-            page = self.request("GET", path, query=parameters)[1]
+            try:
+                page = self.request("GET", path, query=parameters)[1]
+            except ApiError as error:
+                if error.status != 410 or restarted or "continue" not in parameters:
+                    raise
+                restarted = bool(parameters.pop("continue"))
+                continue
             yield from page.get("items") or ()
             if not (following := (page.get("metadata") or {}).get("continue")):
                 return
@@ -295,7 +301,9 @@ def _make_error(path: str, status: int, raw: bytes, headers: Mapping[str, str]) 
     """Create an error from a Status document, or from the response of a proxy."""
     body = json_object(raw) or {"message": raw[:200].decode(errors="replace").strip()}
     unserved = status == 404 and not (body.get("details") or {}).get("name")
-    hint = f"; this cluster may lack the definition of {path}" if unserved else ""
+    text = f"the API server says {status}: {body.get('message')}"
+    hints = (found.expand(hint) for code, words, hint in _HINTS if code == status and (found := re.search(words, text)))
+    hint = f"; this cluster may lack the definition of {path}" if unserved else next(hints, "")
     after = headers.get("Retry-After", "")
-    return ApiError(status, f"the API server says {status}: {body.get('message')}{hint}",
+    return ApiError(status, text + hint,
                     retry_after=float(after) if after.isdecimal() else None)  # fmt: skip

@@ -416,20 +416,33 @@ def parse_time(text: Any) -> float:
 
 # The gate for nodes: which nodes `preflight --nodes` and `--selector` select, and the findings of their records.
 
-_SILENT, _VERDICT = CLUSTER_CODES
+_SILENT, _VERDICT, _UNREADY, _CORDONED = CLUSTER_CODES
 
 
-def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> tuple[str, ...]:
-    """Return the nodes selected by name and label. Raises ApiError, or GateError if there are none."""
-    selected = list(names)
+def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> dict[str, list[Finding]]:
+    """Return the selected nodes, those of `selector` with findings. Raises ApiError, or GateError if there are none."""
+    selected: dict[str, list[Finding]] = {name: [] for name in names}
     if selector:
         labelled = client.items(make_path("v1", "nodes"), {"labelSelector": selector})
-        selected += (item["metadata"]["name"] for item in labelled)
+        selected |= {item["metadata"]["name"]: _check_node_object(item) for item in labelled}
     if not selected:  # an empty variable of a pipeline
         raise GateError(
             f"--selector {selector}: no node has these labels" if selector else "--nodes or --selector is empty"
         )
-    return tuple(dict.fromkeys(selected))
+    return selected
+
+
+def _check_node_object(item: Json) -> list[Finding]:
+    """Return whether the node is Ready and cordoned. A node that has just joined has no condition Ready: unknown."""
+    name, conditions = item["metadata"]["name"], (item.get("status") or {}).get("conditions") or ()
+    ready: Json = next((condition for condition in conditions if condition.get("type") == "Ready"), {})
+    bad = {_UNREADY: ready["status"] != "True"} if ready else {}
+    why = ": ".join(filter(None, (ready.get("reason"), ready.get("message"))))
+    bad[_CORDONED] = bool((item.get("spec") or {}).get("unschedulable"))
+    return [
+        make_finding(code, name, why=why, name=name) if is_bad else Finding(code=code, status=Status.PASS, node=name)
+        for code, is_bad in bad.items()
+    ]
 
 
 def check_nodes(

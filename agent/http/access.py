@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from agent.cluster.client import ApiError, Client, get_reason, make_path
+from agent.cluster.client import ApiError, Client, make_path
 from agent.http.worker import ProblemError
 from contracts import bounded
 from contracts.redaction import without_secrets
@@ -149,7 +149,7 @@ class TokenChecker:
             access = {**who, "nonResourceAttributes": {"path": path, "verb": verb}}
             allowed = status_of("authorization.k8s.io", "SubjectAccessReview", access).get("allowed") is True
         except ApiError as error:
-            raise ProblemError(503, f"the API server did not review the token ({get_reason(error.status)})",
+            raise ProblemError(503, f"the API server did not review the token ({error.reason})",
                                headers={"Retry-After": "5"}) from None  # fmt: skip
         if not allowed:
             return ProblemError(403, f"{name} may not {verb} {path}", grant=describe_grant(name, verb, path))
@@ -200,6 +200,8 @@ def read_tokens(path: Path) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     tokens = [line for line in lines if line and not line.startswith("#")]
+    if not tokens:
+        raise ValueError(f"{path}: contains no token; allowed: one token of at least 16 characters per line")
     if any(len(token) < 16 for token in tokens):
         raise ValueError(f"{path}: a token is shorter than 16 characters")
     return tokens
@@ -253,11 +255,6 @@ class LimitedProtocol(H11Protocol):
     def _list_others(self) -> list[LimitedProtocol]:
         return [one for one in self.connections if isinstance(one, LimitedProtocol) and one is not self]
 
-    def _is_over_limit(self) -> bool:
-        """Return whether the maximum number of other connections is busy."""
-        over = len(self.connections) > self.most_connections
-        return over and sum(not connection.awaited() for connection in self._list_others()) >= self.most_connections
-
     def awaited(self) -> str | None:
         """Return what the client must do next; None while the application works."""
         if self.flow.write_paused:
@@ -287,13 +284,14 @@ class LimitedProtocol(H11Protocol):
         """Reject a request with an ambiguous body length, and all but health checks if the limit is reached."""
         names = {name for name, _ in scope["headers"]}
         framed_twice = b"content-length" in names or scope["http_version"] == "1.0"  # RFC 9112, 6.1
+        is_full = len(self.connections) > self.most_connections and scope["path"] not in PROBES
         status = 0
         if b"transfer-encoding" in names and framed_twice:
             status = 400
             detail = "Transfer-Encoding with Content-Length, or in HTTP/1.0: where the body ends is ambiguous"
         elif sum(len(name) + len(value) for name, value in scope["headers"]) > HEAD_BYTES:  # h11 bounds split ones
             status, detail = 400, f"the headers have more than {HEAD_BYTES} bytes"
-        elif scope["path"] not in PROBES and self._is_over_limit():
+        elif is_full and sum(not one.awaited() for one in self._list_others()) >= self.most_connections:
             status, detail = 503, f"{self.most_connections} connections are in use"
         if status:
             headers = {"Connection": "close", **({"Retry-After": "5"} if status == 503 else {})}

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from agent.base import EXIT_INTERRUPTED
 from agent.base.options import command, read_snapshots
-from agent.base.output import print_text
+from agent.base.output import explain_unwritable, print_text
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -68,7 +68,9 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
         expected=lambda: _read_expected(options),
         history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
-    page, end = _make_url(address, listening.getsockname()[1]), "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
+    page = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
+    end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
     print_text(f"page: {page}  metrics: {page}metrics{end}", err=True)
     try:
         listen(build_application(state, options, client), listening)
@@ -83,12 +85,6 @@ def _read_expected(options: dict[str, Any]) -> Sequence[NodeExpectation]:
 
     file: Path | None = options["expect_file"]
     return read_expectations(options["expect"], file if file is not None and file.exists() else None)
-
-
-def _make_url(address: str, port: int) -> str:
-    """Return the URL of the page for a user on this host."""
-    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
 def bind(address: str, port: int) -> socket.socket:
@@ -159,12 +155,13 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
 
 def _make_state_folder(folder: Path) -> None:
     """Create the folder given by --state or TOPOFLIGHT_STATE. If the default folder is missing, nothing is stored."""
-    if click.get_current_context().get_parameter_source("folder") is ParameterSource.DEFAULT:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
+    if click.get_current_context().get_parameter_source("folder") is not ParameterSource.DEFAULT:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
+    if folder.is_dir() and (problem := explain_unwritable(folder, folder=True)):
+        log.warning("--state: %s; posted runs and results of benchmarks will not be stored", problem)
 
 
 def build_application(state: State, options: dict[str, Any], client: Client | None = None) -> FastAPI:

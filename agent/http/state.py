@@ -19,7 +19,7 @@ from agent.checks.history import History
 from agent.checks.measured import with_bench
 from agent.checks.verdict import GateError
 from agent.checks.view import View, build_view
-from agent.cluster.client import ApiError, Client, Tally, choose_backoff, get_reason, make_path
+from agent.cluster.client import ApiError, Client, Tally, choose_backoff, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
 from agent.http.worker import ProblemError
 from collectives.bench.results import MAX_RESULT_BYTES
@@ -198,7 +198,7 @@ class Publisher:
                     self.write(record)
                     failures = 0
             except ApiError as error:
-                self.tally["publish_failures_total", get_reason(error.status)] += 1
+                self.tally["publish_failures_total", error.reason] += 1
                 log.warning("publish: %s", error)
                 pause = MISSING_SECONDS if error.status == 404 else choose_backoff(failures, error.retry_after)
                 failures += 1

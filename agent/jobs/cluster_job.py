@@ -239,7 +239,8 @@ def list_pods(client: Client, job: Document, api: str) -> list[Document]:
     """Return the pods of a job. Raises ApiError."""
     about = job["metadata"]
     path = make_path("v1", "pods", namespace=about.get("namespace") or client.namespace)
-    return list(client.items(path, {"labelSelector": f"{manifests.POD_LABELS[api]}={about['name']}"}))
+    listed = client.items(path, {"labelSelector": f"{manifests.POD_LABELS[api]}={about['name']}"})
+    return list({pod["metadata"]["name"]: pod for pod in listed}.values())
 
 
 def read_job_state(job: Document) -> str:

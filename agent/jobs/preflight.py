@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,7 +252,7 @@ def judge_nodes(options: Mapping[str, Any]) -> Report:
     names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
     fleet = Fleet()
     fleet.read(client)
-    findings = check_nodes(names, fleet, expected=expected)
+    findings = (*chain(*names.values()), *check_nodes(names, fleet, expected=expected))
     checks = select(findings, require=options["require"], skip=options["skip"], codes=ALL_CODES)
     checks = baseline.compare_with_baseline(checks, baseline.read_baseline(options["baseline"], ("statuses",)).statuses)
     return Report(

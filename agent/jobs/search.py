@@ -123,6 +123,8 @@ def make_findings(result: SearchResult) -> list[Finding]:
             "search.link.bad", ", ".join(ends.values()), by_loss(link.loss), evidence=_evidence(link, result.passes),
             share=_format_share(link.loss), **ends,
         ))  # fmt: skip
+    for domain, loss in result.uplinks:
+        findings.append(make_finding("search.uplink.slow", "", subject=domain, share=_format_share(loss)))
     return findings
 
 

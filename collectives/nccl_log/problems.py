@@ -141,7 +141,7 @@ class _Findings:
         meaning = CODES[code]
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         proof = proof or (*self.prove_variables(*meaning.variables), *self.proof(*meaning.proof))
-        writers = self.ledger.writers_of(code) if not hosts else ()
+        writers = self.ledger.writers_of(code) if len(hosts) != 1 else ()  # both ends of a connection: who reports it
         hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
         ranks = self.ledger.ranks_of(writers) if writers else self.ledger.ranks_on(hosts)
         self.problems[code] = make_problem(

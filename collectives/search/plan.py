@@ -126,6 +126,7 @@ class SearchResult:
     drawn: tuple[int, ...]  # nodes of the picture
     pairs: tuple[tuple[int, int, float], ...]  # from, to, excess of the time, for the nodes of the picture
     passes: int = 1  # 2: the second one without NVLink between nodes
+    uplinks: tuple[tuple[str, float], ...] = ()  # domain with slow uplinks, lost fraction of the fastest domain's rate
 
     def __post_init__(self) -> None:
         """Raise ValueError if verdicts do not cover all hosts, or if a link or pair has an unknown node."""
@@ -565,26 +566,23 @@ class Search:
                 node=node, state="bad" if is_bad else "not judged", loss=compute_loss(slow), what=parts,
                 measures=tuple(slow), rails=self._slow_rails.get(node, ()), reason=cause if is_bad else state,
             )  # fmt: skip
-        if self.nodes < 3:
-            return Verdict(node=node, state="not judged", reason="few")
-        if not self._is_measured(node):
-            return Verdict(node=node, state="not judged", reason="unmeasured")
-        if (visible := self.visible_loss()) is None or visible > BLIND:
-            return Verdict(node=node, state="not judged", reason="noise")
-        return Verdict(node=node, state="good")
+        visible = self.visible_loss()
+        is_noisy = visible is None or visible > BLIND
+        reason = "few" if self.nodes < 3 else "unmeasured" if not self._is_measured(node) else "noise" * is_noisy
+        return Verdict(node=node, state="not judged" if reason else "good", reason=reason)
 
     def _compare_domains(self) -> str:
         """Describe slow transfers between domains, which hide slow nodes as noise does; "" if they are not slow."""
         near, far = self._middles.get("near", (math.inf,))[0], self._middles.get("far", (0.0,))[0]
-        fastest: dict[str, float] = defaultdict(lambda: math.inf)  # time between each domain and any other one
-        for link, excess in self.excess.items():
-            for domain in {self.domains[end] for end in link} if self._classify_pair(*link) == "far" else ():
-                fastest[domain] = min(fastest[domain], 1 + excess)
-        slow = [domain for domain, time in fastest.items() if domain and time > (1 + PLAIN) * min(fastest.values())]
-        return (
-            f"transfers between domains take {far / near:.1f} times as long as within one, which hides slow nodes. "
-            f"Check the switches between the domains{', first the uplinks of ' if slow else ''}{', '.join(slow)}"
-        ) if far > (1 + PLAIN) * near else ""  # fmt: skip
+        text = f"transfers between domains take {far / near:.1f} times as long as within one, which hides slow nodes"
+        return f"{text}. Check the switches between the domains" if far > (1 + PLAIN) * near else ""
+
+    def find_slow_uplinks(self) -> dict[str, float]:
+        """Return the domains of several nodes whose fastest transfer to other domains is slow, and the lost rate."""
+        far = [(excess, link) for link, excess in self.excess.items() if self._classify_pair(*link) == "far"]
+        fastest = {self.domains[end]: 1 + excess for excess, link in sorted(far, reverse=True) for end in link}
+        losses = {domain: 1 - min(fastest.values()) / time for domain, time in fastest.items()}
+        return {d: loss for d, loss in losses.items() if d and len(self._members[d]) > 1 and loss > BLIND}
 
     def bad_links(self) -> list[BadLink]:
         """Return the bad links between nodes that are not bad themselves."""
@@ -621,6 +619,7 @@ def combine_passes(
         visible_loss=max(filter(None, (search.visible_loss() for search in passes)), default=None),
         tested_pairs=len({tuple(sorted(pair)) for pair in excess}),
         pairs=tuple((a, b, excess[a, b]) for a in drawn for b in drawn if (a, b) in excess),
+        uplinks=tuple({domain: loss for one in passes for domain, loss in one.find_slow_uplinks().items()}.items()),
     )  # fmt: skip
 
 

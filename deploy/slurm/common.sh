@@ -10,8 +10,10 @@ log() { logger -t "topoflight-$1" -p daemon.warning -- "$2"; }
 check_node() {
   local file
   file=$(mktemp -p /run 2> /dev/null || mktemp 2> /dev/null) || file=/dev/null # /tmp may be full
-  timeout --kill-after=1 "$seconds" "$topoflight" preflight -q -o reason --timeout "$((seconds - 3))" "${options[@]}" \
-    > "$file" 2>&1
+  { # bash itself writes "Killed" if the time ends with SIGKILL
+    timeout --kill-after=1 "$seconds" "$topoflight" preflight -q -o reason --timeout "$((seconds - 3))" "${options[@]}" \
+      > "$file" 2>&1
+  } 2> /dev/null
   code=$?
   findings=$(cat "$file")
   case $code in 124 | 137) findings="the check did not end within $seconds s${findings:+: $findings}" ;; esac

@@ -2,8 +2,7 @@
 
 Surfaces: contracts.job_config (names in the YAML of the fine-tune job); accelerate 1.15 ClusterConfig,
 FullyShardedDataParallelPlugin (FSDP2) and ParallelismConfig; transformers 5 TrainingArguments; DeepSpeed's JSON through
-transformers; torchtitan's ParallelDims and config (sections training, parallelism, activation_checkpoint, compile);
-Megatron-LM megatron/training/arguments.py.
+transformers; torchtitan 0.3 Trainer.Config; Megatron-LM megatron/training/arguments.py.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ def export(name: str, request: ExportRequest) -> str:
         return text
     import yaml
 
-    return yaml.safe_dump(yaml.safe_load(text), sort_keys=False)  # in PyYAML's format
+    comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
+    return comments + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)  # in PyYAML's format
 
 
 def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
@@ -72,8 +72,6 @@ def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
         excepted = "unless" in row and _matches(request, row["unless"])
         if name in row["formats"] and _matches(request, row.get("when", {})) and not excepted:
             yield row["why"].format(layout=layout, model=model, train=train)
-    if name == "torchtitan" and len(set(layout.stage_layers)) > 2:
-        yield f"stages of {layout.stage_layers}: it makes first and last stage lighter, no other"
 
 
 def _matches(request: ExportRequest, conditions: Mapping[str, Any]) -> bool:

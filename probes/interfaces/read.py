@@ -83,13 +83,16 @@ def read(host: Host) -> InterfacesFacts:
     cards = {index: name for index, name in names.items() if name in facts and facts[name].bus_id}
     wired = read_neighbours(host, cards)
     in_pod = status is not None or detect_container(host) == "kubernetes"
+    # In a namespace without card and default route (`docker network create --internal`) the first veth counts.
+    inner = [each for each in facts.values() if each.kind in POD_KINDS and each.parent_elsewhere and each.addresses]
+    first = inner[0].name if inner and not cards else None
     finished = []
     for interface in facts.values():
         entry = entries.get(interface.name)
         finished.append(
             replace(
                 interface,
-                role=find_role(interface, entry, default=default, in_pod=in_pod),
+                role=find_role(interface, entry, default=default or first, in_pod=in_pod),
                 multus_network=entry.network if entry else None,
                 multus_mtu_bytes=entry.mtu_bytes if entry else None,
                 rdma_device=(entry.rdma_device if entry else None) or _find_rdma_device(interface, facts, rdma),

@@ -96,7 +96,7 @@ class RdmaFacts:
         """Return the accessible devices without virtual functions that have no address, next to their physical one."""
         buses = {(device.bus_id or "")[:7] for device in self.accessible if not device.is_vf}
         functions = [device for device in self.accessible if device.is_vf and (device.bus_id or "")[:7] in buses]
-        idle = {each.name for each in functions if all(is_link_local(gid) for port in each.ports for gid in port.gids)}
+        idle = {f.name for f in functions if all(p.gids_known and all(map(is_link_local, p.gids)) for p in f.ports)}
         return tuple(device for device in self.accessible if device.name not in idle)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import build
 import pytest
 import yaml
-from api_server import ApiServer, write_kubeconfig
+from api_server import ApiServer, configuration, write_kubeconfig
 from click.testing import Result
 from fastapi.testclient import TestClient
 from kustomization import render
@@ -27,6 +27,7 @@ from agent.checks.expect import KEYS, parse, read_expectations, read_file
 from agent.checks.findings import sort_worst_first
 from agent.checks.verdict import GateError, judge, select
 from agent.checks.view import build_view
+from agent.cluster.client import Client, _make_error
 from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, check_nodes as gate_of_nodes, make_record, to_resource
 from agent.http.serve import _read_expected
 from agent.http.server import create
@@ -201,6 +202,33 @@ def test_a_server_that_is_busy_twice_is_asked_again_and_an_empty_variable_is_ref
     assert preflight("--nodes", "good").exit_code == 0
     for words in (("--nodes", ""), ("--nodes", ","), ("--selector", "")):
         assert preflight(*words).exit_code == 2, words
+
+
+@each_row(("state", "codes", "wanted"), rows("node_objects"))
+def test_a_selector_reports_what_kubernetes_says_of_a_node(api: ApiServer, state: dict, codes: list, wanted: str):
+    """A node without a Ready condition has just joined: nothing is claimed."""
+    api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": "good", "labels": {"a": "b"}}, **state})
+    done = preflight("--selector", "a=b", "-o", "json")
+    bad = {c["code"]: c["status"] for c in json.loads(done.stdout)["checks"] if c["status"] in ("warn", "fail")}
+    assert [bad, done.exit_code] == codes and wanted in done.stdout, done.output
+
+
+def test_a_list_that_expires_is_read_once_more(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second expiry of the same list is an error."""
+    monkeypatch.setattr("agent.cluster.client.PAGE", 1)
+    client = Client(configuration(api.url))
+    for api.expiries in (0, 1):
+        assert list({item["metadata"]["name"]: None for item in client.items(NODES)}) == ["good", "old", "sick"]
+    api.expiries = 2
+    done = preflight("--nodes", "good")
+    assert done.exit_code == 1 and "says 410: The provided continue parameter is too old" in done.output
+
+
+@each_row(("status", "message", "hint"), rows("refusals"))
+def test_a_refusal_says_what_to_do(status: int, message: str, hint: str) -> None:
+    """A quota or an admission webhook also refuses with 403, and no role helps."""
+    error = _make_error("/api/v1/nodes", status, json.dumps({"message": message}).encode(), {})
+    assert str(error) == f"the API server says {status}: {message}{hint}"
 
 
 def test_a_record_from_the_future_names_the_difference_of_the_clocks() -> None:

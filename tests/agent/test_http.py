@@ -301,9 +301,9 @@ def test_every_address_includes_those_of_ipv4() -> None:
             socket.create_connection((address, place.getsockname()[1]), 5).close()
 
 
-@each_row(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644)])
+@each_row(("content", "mode"), [("short\n", 0o600), ("x" * 20, 0o644), ("", 0o600), ("# none\n", 0o600)])
 def test_a_weak_token_file_stops_the_agent(tmp_path, content, mode):
-    """Short tokens, or a file that everyone may read."""
+    """Short tokens, no token, or a file that everyone may read."""
     path = tmp_path / "tokens"
     path.write_text(content)
     path.chmod(mode)
@@ -317,6 +317,12 @@ def test_a_state_folder_that_is_named_is_made(tmp_path):
     done = topoflight("serve", "--state", state, "--address", "192.0.2.1", "--port", "0", "--host", path_of())
     assert done.exit_code == 1 and "--address 192.0.2.1" in " ".join(done.output.split()), done.output
     assert state.is_dir()
+
+
+def test_a_state_folder_that_cannot_be_written_is_named_at_the_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(os, "access", lambda _path, mode, **_more: not mode & os.W_OK)
+    done = topoflight("serve", "--state", tmp_path, "--address", "192.0.2.1", "--port", "0", "--host", path_of())
+    assert done.exit_code == 1 and f"the folder {tmp_path} cannot be written to; posted runs" in caplog.text
 
 
 def test_the_api_server_judges(api: ApiServer) -> None:

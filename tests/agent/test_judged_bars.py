@@ -297,6 +297,13 @@ RESULTS = [
 ]  # fmt: skip
 
 
+def test_a_slow_uplink_is_named_without_a_node() -> None:
+    result = replace(searched(8, {}, {}), domains=("a",) * 4 + ("b",) * 4, uplinks=(("b", 0.8),))
+    (found,) = search.make_findings(result)
+    assert (found.code, found.status, found.node, found.subject) == ("search.uplink.slow", "warn", "", "b")
+    assert "domain b and another domain runs at 20%" in found.message
+
+
 @each_row("count, faults, links, codes, first, bad, drawn", RESULTS)
 def test_a_result_is_told_alike_everywhere(count, faults, links, codes, first, bad, drawn, tmp_path, monkeypatch):
     result = searched(count, faults, links)

@@ -31,7 +31,7 @@ from agent.checks.codes import ALL_CODES
 from agent.checks.measured import with_bench
 from agent.checks.view import Event, View, build_view
 from agent.cli.main import VERBS, cli
-from agent.cluster.client import Tally, get_reason
+from agent.cluster.client import ApiError, Tally
 from agent.http.server import create
 from agent.http.state import State
 from agent.metrics import CATALOGUE, TABLE
@@ -322,7 +322,7 @@ def test_whole_catalogue_can_appear(full: View) -> None:
 
 def test_reasons_of_failures_are_a_closed_set() -> None:
     """The label's bound holds whatever a server answers."""
-    words = {get_reason(status) for status in (0, *range(100, 600))}
+    words = {ApiError(status, "").reason for status in (0, *range(100, 600))}
     assert len(words) <= int(LABELS["reason"][1]) and "server" in words
 
 

@@ -180,3 +180,12 @@ def test_every_known_text_counts_below_last_error(cause: str, code: str, rank: s
     assert code in [problem.code for problem in (*below.problems, *below.notes)]
     found = read([*front, f"{rank}Last error: {cause}"])
     assert code in [problem.code for problem in (*found.problems, *found.notes)]
+
+
+def test_a_failed_connection_names_both_hosts_and_the_rank_that_reports_it() -> None:
+    ranks = [f"n{rank // 2}:{rank}:9 [{rank % 2}] NCCL INFO comm 0x{rank} rank {rank} nRanks 4 nNodes 2 localRanks 2"
+             for rank in range(4)]  # fmt: skip
+    names = [f"n{host}:{2 * host}:9 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.{host}<0>" for host in range(2)]
+    failed = "n1:3:9 [1] ib.cc:1 NCCL WARN NET/IB : Got completion from peer 10.0.0.0<33> with status=12 opcode=0 len=0"
+    problem = read([*names, *ranks, failed]).problems[0]
+    assert (problem.code, problem.hosts, problem.ranks) == ("ib_retry_exceeded", ("n0", "n1"), (3,))

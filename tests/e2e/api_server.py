@@ -77,6 +77,7 @@ class ApiServer:
         self.used: set[Right] = set()  # the rights that requests needed, granted or not
         self.forbidden: set[str] = set()  # collections that nobody may read
         self.faults: list[tuple[int, dict[str, str]]] = []  # answers for the next requests
+        self.expiries = 0  # how many lists expire at their second page
         self.requests: list[tuple[str, str]] = []
         self.controllers = True  # whether a job's pods are made
         self.warnings: list[str] = []  # sent with each object that is made
@@ -269,6 +270,9 @@ class _Handler(BaseHTTPRequestHandler):
         with self.api.lock:
             names = sorted(k for k in self.api.objects if k[0] == collection and namespace in ("", k[1]))
             start, version = 0, self.api.version
+            if "continue" in query and self.api.expiries:
+                self.api.expiries -= 1
+                raise RefusedError(410, "Expired", "The provided continue parameter is too old")
             if "continue" in query:
                 version, start = map(int, query["continue"].split(":"))
             size = int(query.get("limit", 0)) or len(names) or 1

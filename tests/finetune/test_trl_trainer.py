@@ -150,14 +150,15 @@ def test_4_bit_weights_are_stored_in_the_type_that_fsdp_shards() -> None:
     """accelerate leaves parameters of another type whole on each rank; what a file asks for does not change that."""
     from finetune import sft_trl
 
+    by_accelerate = {"even_batches": False, "gradient_accumulation_kwargs": {"adjust_scheduler": False}}
     asked = JobPlan(trl={"bnb_4bit_quant_storage": "uint8", "load_in_4bit": True, "model_name_or_path": "own/llama",
-                         "accelerator_config": {"even_batches": False}})  # fmt: skip
+                         "accelerator_config": by_accelerate})  # fmt: skip
     for layout, storage in ((Layout(world_size=2, dp_shard=2), "bfloat16"), (Layout(world_size=1), "uint8")):
         _, settings, model, *_ = sft_trl.parse(asked, JobConfig(output_dir="out"), layout, False, print)
         assert (model.bnb_4bit_quant_storage, model.use_bnb_nested_quant) == (storage, True)
-        in_each = (settings.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch", False)
-        assert in_each == (layout.dp_shard > 1), "or FSDP holds all gradients until the last micro-batch"
-        assert not settings.accelerator_config.even_batches, "the file's own settings of accelerate stay"
+        options = {"adjust_scheduler": False} | ({"sync_each_batch": True} if layout.dp_shard > 1 else {})
+        assert settings.accelerator_config.gradient_accumulation_kwargs == options, "FSDP shards gradients at once"
+        assert not settings.accelerator_config.even_batches, "the file's settings of accelerate stay"
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ What each framework is given is what was recommended, by its own reader where it
 import json
 import math
 import re
-import tomllib
+import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, make_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -380,23 +382,51 @@ def test_transformers_trains_weights_in_the_type_that_they_were_loaded_in(dtype:
     }
 
 
-def test_torchtitan_degrees_multiply_to_the_world_size() -> None:
-    """The TOML parses, and its degrees are the layout's."""
+@each_row(("fields", "batch"), rows("torchtitan"))
+def test_torchtitan_module_sets_the_fields_that_its_version_has(fields, batch, monkeypatch) -> None:
+    """Run the exported module with stand-ins for torchtitan's sections, which have no other fields."""
+    sections = {name: make_dataclass(name, [(each, object, None) for each in listed], slots=True)()
+                for name, listed in fields.items()}  # fmt: skip
+    base = make_dataclass("Config", ["model_spec", "hf_assets_path", "activation_checkpoint", *sections], slots=True)
+    for name in ("", ".models", ".models.llama3", ".models.llama3.config_registry", ".trainer", ".distributed",
+                 ".distributed.activation_checkpoint"):  # fmt: skip
+        monkeypatch.setitem(sys.modules, f"torchtitan{name}", MagicMock())
+    sys.modules["torchtitan.models.llama3.config_registry"].llama3_8b = lambda: base(None, "", None, **sections)
     layout = Layout(world_size=64, tp=4, pp=2, dp_shard=8, sequence_parallel=True, gradient_accumulation=4,
-                    checkpointing="selective")  # fmt: skip
-    data = tomllib.loads(export("torchtitan", request(layout, engine="torchtitan")))
+                    stage_layers=(17, 15), checkpointing="selective")  # fmt: skip
+    module: dict[str, Any] = {}
+    exec(export("torchtitan", request(layout, engine="torchtitan", sequence_length=2048)), module)  # noqa: S102
+    config = module["topoflight_job"]()
     names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "pipeline_parallel",
              "context_parallel")  # fmt: skip
-    assert math.prod(data["parallelism"][f"{name}_degree"] for name in names) == 64
-    assert data["parallelism"]["pipeline_parallel_schedule"] == "1F1B"
-    assert data["training"]["local_batch_size"] == 4
-    assert data["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
+    assert math.prod(getattr(config.parallelism, f"{name}_degree") for name in names) == 64
+    assert config.parallelism.pipeline_parallel_schedule == "1F1B"
+    assert [(len(part), part[0], part[-1]) for part in config.parallelism.module_fqns_per_model_part] == [
+        (18, "tok_embeddings", "layers.16"), (17, "layers.17", "lm_head")]  # fmt: skip
+    assert {name: attrgetter(name)(config) for name in batch} == batch
+    assert config.training.disable_cuda_graphs, "torchtitan refuses CUDA graphs of a pipeline"
+    module["model_registry"].assert_called_with("8B")
+    module["SelectiveAC"].Config.assert_called_once()
+
+
+@each_row(("name", "model", "degrees", "found"), rows("exported_models"))
+def test_a_framework_is_given_the_models_that_it_has(name: str, model: str, degrees: dict, found: str) -> None:
+    """The arguments or flavor of the model, or the reason why there are none."""
+    asked = request(Layout(**{"world_size": 8, "dp_shard": 8, **degrees}), engine=name, sequence_length=8192)
+    try:
+        text = export(name, replace(asked, model=model_named(model)))
+    except ExportError as error:
+        text = str(error)
+    assert found in text
 
 
 def test_megatron_arguments() -> None:
     """Interleaving, sequence parallelism and the distributed optimizer, in its words."""
     words = export("megatron", request(PIPELINE, engine="megatron")).splitlines()
     assert set(words) >= set(rows("megatron")())
+    offloaded = replace(PIPELINE, offload="optimizer")
+    words = export("megatron", request(offloaded, engine="megatron")).splitlines()
+    assert {"--optimizer-cpu-offload", "--use-precision-aware-optimizer"} <= set(words), "arguments.py wants both"
     uneven = replace(PIPELINE, stage_layers=(4, 5, 4, 4, 4, 4, 4, 3))
     words = export("megatron", request(uneven, engine="megatron")).splitlines()
     layout = "Etttt|ttttt|tttt|tttt|tttt|tttt|tttt|tttL"
@@ -434,12 +464,14 @@ def test_a_framework_that_cannot_is_refused_with_the_reason(name, layout, train,
 
 
 def test_every_refusal_names_a_format_and_attributes_of_the_request() -> None:
-    """A list of precisions has all of eight bits."""
-    for row in read_table(exports.__file__, "exports.toml")["refusal"]:
+    """A list of precisions has all of eight bits that no stack of the formats has."""
+    table = read_table(exports.__file__, "exports.toml")
+    for row in table["refusal"]:
         assert {*row["formats"]} <= {*FORMATS} and {*row} <= {"formats", "when", "unless", "why"}
         for name, wanted in {**row.get("when", {}), **row.get("unless", {})}.items():
             attrgetter(name)(request(FSDP))
-            assert name != "layout.precision" or {*wanted} == {*EIGHT_BITS}
+            able = {each for form in row["formats"] for each in ENGINES[table["format"][form]["stack"]].eight_bits}
+            assert name != "layout.precision" or {*wanted} - {"fp16"} == {*EIGHT_BITS} - able
 
 
 def test_unknown_format_and_empty_recommendation_are_errors() -> None:

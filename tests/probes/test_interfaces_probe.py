@@ -142,6 +142,13 @@ def test_the_order_and_the_setting_of_nccl(names: list[str], setting: str | None
     assert choose_for_nccl(UNLIKE, None) == "d", "what does not run is skipped, and IPv4 goes before IPv6"
 
 
+@each_row(("more", "role"), [({}, "pod-default"), ({"pci": "0000:3b:00.0"}, "virtual")])
+def test_a_namespace_without_a_default_route_has_a_first_network(more: dict, role: str) -> None:
+    """Its veth leads to other hosts; on a host with a card, a veth leads to a container."""
+    network = Network().add("lo", "127.0.0.1").add("v0", "10.9.0.1", kind="veth", netnsid=0).add("v1", **more)
+    assert read_interfaces(network.host()).interfaces[1].role == role
+
+
 ANNOTATIONS = f'k8s.v1.cni.cncf.io/network-status={json.dumps(json.dumps(STATUS))}\nkubernetes.io/x="y"\n'
 
 

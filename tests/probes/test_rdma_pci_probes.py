@@ -155,6 +155,8 @@ def test_a_virtual_function_in_stock_is_no_lost_port() -> None:
     assert severity(whole, unused) == []
     assert replace(facts, devices=(whole, unused)).in_reach == (whole,)
     assert replace(facts, devices=(unused,)).in_reach == (unused,), "in a pod"
+    unread = replace(unused, ports=(replace(unused.ports[0], gids_known=False),))
+    assert replace(facts, devices=(whole, unread)).in_reach == (whole, unread), "its addresses are unknown"
     assert severity(whole, used) == [Status.FAIL]
     assert severity(whole, virtual) == [Status.FAIL], "a physical port"
     down = replace(whole, ports=(replace(whole.ports[0], state="DOWN"),))

@@ -351,9 +351,10 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
     assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
-    for rank in range(3):
-        state = {"rank": rank, "host": f"ip-10-0-0-{rank}.example.com", "written": 1e9, "ended": True,
-                 "error": "Connection closed by peer" if rank else "ValueError: x"}  # fmt: skip
+    lost = "Connection closed by peer"
+    for rank, error in enumerate(("CUDA error: uncorrectable ECC error encountered", lost, lost)):
+        host = f"ip-10-0-0-{rank}.example.com"
+        state = {"rank": rank, "host": host, "written": 1e9, "ended": True, "error": error}
         (tmp_path / "ranks" / f"state_rank_{rank}.json").write_text(json.dumps(state))
     found = topoflight("why", "--run", tmp_path, "-o", "slurm")
     assert (found.exit_code, found.stdout) == (3, "ip-10-0-0-0\n")
@@ -456,7 +457,8 @@ def test_a_script_of_slurmd_ends_whatever_hangs(script, check, sinfo, logged, tm
         settings.write(f'topoflight={tmp_path}/topoflight\nseconds=4\nlog() {{ echo "$1: $2" >> {tmp_path}/log; }}\n')
     done = subprocess.run([tmp_path / script], env=environment, capture_output=True, timeout=300, check=False)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # raises where the script has waited for its end
-    assert done.returncode == ("is not started" in logged) and logged in (tmp_path / "log").read_text()
+    assert (done.returncode, done.stderr) == ("is not started" in logged, b"")
+    assert logged in (tmp_path / "log").read_text()
 
 
 @each_row(("text", "logged"), rows("broken"))
