@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,10 @@ if TYPE_CHECKING:
 
 
 @command("bench")
-def bench(
-    form: str, save: Path | None, baseline: Path | None, verbose: bool, rdma: str | None, devices: tuple[str, ...],
-    **options: Any,
-) -> None:  # fmt: skip
+def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
     """Run the benchmark, compare it with a baseline, print the result, and exit with its code."""
-    if rdma:
-        sys.exit(_bench_rdma(rdma, devices, options["startup"], form, save, baseline))
+    if options["rdma"]:
+        sys.exit(_bench_rdma(options, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
     from agent.checks.baseline import add_baseline_bars, read_baseline
     from agent.checks.measured import check_bars
@@ -44,7 +41,7 @@ def bench(
     stop, received = _stop_on_signals()
     progress = Progress()
     before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
-    spec = build_spec(**options)
+    spec = build_spec(options)
     progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
     result = run(spec, make_event_printer(progress.note), stop)
     if received:
@@ -71,9 +68,7 @@ def _stop_on_signals() -> tuple[threading.Event, list[str]]:
     return click.get_current_context().with_resource(stop_on_signals(signal.SIGTERM, signal.SIGINT))
 
 
-def _bench_rdma(
-    peer: str, devices: Sequence[str], wait_seconds: float | None, form: str, save: Path | None, baseline: Path | None
-) -> int:
+def _bench_rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
     """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
     from agent.checks.baseline import read_baseline
     from agent.jobs.benchmark import check_writes, select_ports, with_bars
@@ -82,19 +77,19 @@ def _bench_rdma(
     from probes.registry import ALL
 
     stop, received = _stop_on_signals()
-    seconds = wait_seconds or perftest.WAIT_SECONDS
+    seconds = options["startup"] or perftest.WAIT_SECONDS
     progress = Progress()
     before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
     perftest.require_program()
     (snapshot,) = read_snapshots((), ALL, stop=stop)
-    ports = select_ports(snapshot, devices)
+    ports = select_ports(snapshot, options["devices"])
     if not ports:
         print_text(f"{snapshot.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
         _report_low(_find_causes(snapshot))
         return EXIT_FAILED
     listed = ", ".join(map(str, ports))
     with processes.lock_host():
-        if peer == "listen":
+        if options["rdma"] == "listen":
             progress.step(f"listen: {listed}, up to {units.seconds(seconds)} for each to be written to")
             served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
             for problem in problems:
@@ -103,8 +98,8 @@ def _bench_rdma(
             if signal.SIGINT.name in received:
                 return EXIT_INTERRUPTED
             return EXIT_PASS if served and not problems else EXIT_FAILED
-        progress.step(f"measure: writes of {listed} to {peer}, {perftest.RUN_SECONDS} s for each")
-        result = perftest.write(ports, peer, wait_seconds=seconds, stop=stop)
+        progress.step(f"measure: writes of {listed} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
+        result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
     result = with_bars(result, snapshot, before)
     emit(result, form, lambda out: measured.print_rdma_writes(out, result))
     save_document(save, result)
