@@ -67,20 +67,20 @@ class View:
 
 def build_view(
     snapshots: Sequence[Snapshot], *, runs: tuple[RunRecord, ...] = (), earlier: Sequence[Snapshot] = (),
-    expected: Sequence[NodeExpectation] | str = (), search: SearchResult | None = None,
+    expected: Sequence[NodeExpectation] = (), unread: str = "", search: SearchResult | None = None,
 ) -> View:  # fmt: skip
     """Derive topology, checks and verdict from snapshots; `earlier` scans of the same hosts show which counters rise.
 
-    `expected` contains the expectations for each host, or the reason why they could not be read.
+    `expected` contains the expectations for each host; `unread` is the reason if they could not be read.
     """
     topologies = join([build(snapshot) for snapshot in snapshots]).nodes  # expectations once per kind of node
     checks: list[Finding] = []
     for snapshot, node in zip(snapshots, topologies, strict=True):
         findings = add_rising_counters(check_node(snapshot, node), earlier, snapshot)
-        if isinstance(expected, str):
-            unread = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=expected,
-                             required=True)  # fmt: skip
-            findings = (*findings, unread)
+        if unread:
+            unknown = Finding(code=EXPECT_CODES[0], status=Status.UNKNOWN, node=snapshot.hostname, message=unread,
+                              required=True)  # fmt: skip
+            findings = (*findings, unknown)
         elif expected:
             from agent.checks.expect import check_expectations
 

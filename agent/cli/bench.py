@@ -136,7 +136,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
     stop, received = _stop_on_signals()
     progress = Progress()
     try:
-        spec = job.build_spec(options, read_snapshots((), ALL))
+        spec = job.build_spec(read_snapshots((), ALL), **options)
         progress.step(f"search: {units.count(spec.place.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
         result = run.search(spec, progress.note, stop)
     except run.SearchError as error:

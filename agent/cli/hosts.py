@@ -38,8 +38,7 @@ def demo(verbose: bool) -> None:
     from probes.registry import ALL
 
     print_text("This node is a built-in example with deliberate faults. It is not a real machine.")
-    view = build_view(read_snapshots((DEMO,), ALL))
-    print_scan(console(), view, verbose=verbose, everything=False)
+    print_scan(console(), build_view(read_snapshots((DEMO,), ALL)), verbose=verbose, everything=False)
     print_text(f"Check your own node: topoflight preflight. Every command can read this one: --host {DEMO}")
 
 

@@ -21,7 +21,6 @@ from agent.base.options import (
     command,
     describe_source,
     read_input,
-    read_snapshots,
     require_writable,
 )
 from agent.base.output import Progress, console, print_notes, print_text, render, write_result
@@ -282,11 +281,14 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 
 @command("wrap")
 @click.argument("source", metavar="FILE|-")
-def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> None:
+def wrap(
+    source: str, output: Path | None, in_place: bool, hosts: tuple[Path, ...], root: str, machine: str | None,
+    config: Path | None, **options: Any,
+) -> None:  # fmt: skip
     """Read the file, print the changes, and write them if requested."""
+    from agent.advice.advise import Request
     from agent.jobs.script import wrap_manifest
     from agent.jobs.slurm import add_to_script
-    from probes.registry import ALL
 
     if in_place and source == "-":
         raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
@@ -295,9 +297,9 @@ def wrap(source: str, output: Path | None, in_place: bool, **options: Any) -> No
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"{describe_source(source)}: not UTF-8: {error}") from None
-    snapshots = () if options["machine"] else read_snapshots(options["hosts"], ALL, root=options["root"])
+    request = Request(hosts=hosts, root=root, machine=machine, config=config)
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
-    wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, snapshots, options)
+    wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, request.read_hosts(), request, **options)
     print_text(_make_diff(text, wrapped, source, str(output or source)), nl=False)
     print_notes(notes)
     if wrapped == text:

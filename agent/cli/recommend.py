@@ -56,8 +56,7 @@ def recommend(
 
         emit(advice, form, lambda out: print_recommendation(out, advice, brief=not explain))
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
-        nodes = request.nodes or max(1, len(request.hosts))
-        print_text(export(advice, form, nodes=nodes), nl=False)
+        print_text(export(advice, form, nodes=request.nodes or max(1, len(request.hosts))), nl=False)
     if advice.model is not None and advice.chosen is None:
         misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")[: 0 if form == "table" else 3]
         nearest = f" ({'; '.join(f'{row.what}: {row.reason}' for row in misses)})" if misses else ""

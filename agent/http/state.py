@@ -75,9 +75,10 @@ class State:
         """Scan now; concurrent callers scan one after another, never two at once."""
         with self._scanning:
             bench, bench_at = result_store.read_last_benchmark(self.folder) if self.folder else (None, None)
+            snapshots, (expected, unread) = self._scan(), self._read_expectation()
             scanned = build_view(
-                self._scan(), runs=self._runs(), earlier=self._past.snapshots,
-                expected=self._read_expectation(), search=self._last_search(),
+                snapshots, runs=self._runs(), earlier=self._past.snapshots, expected=expected, unread=unread,
+                search=self._last_search(),
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
             if self.history is not None:
@@ -88,12 +89,12 @@ class State:
             self.error = None
             return view
 
-    def _read_expectation(self) -> Sequence[NodeExpectation] | str:
-        """Read the expectations for each scan, because a ConfigMap may have changed; return a text if that fails."""
+    def _read_expectation(self) -> tuple[Sequence[NodeExpectation], str]:
+        """Read the expectations for each scan, because a ConfigMap may have changed; return also why that failed."""
         try:
-            return self._expected()
+            return self._expected(), ""
         except GateError as error:
-            return str(error)
+            return (), str(error)
 
     def store_run(self, record: RunRecord, who: str) -> bool:
         """Store the record that `who` posted, once, and show it in the view; return whether it is new.

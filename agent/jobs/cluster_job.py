@@ -304,5 +304,4 @@ def describe_failure(pod: Mapping[str, Any]) -> str:
 
 
 def _line(name: str, reason: str, message: object) -> str:
-    text = " ".join(str(message or "").split())[:400]
-    return ": ".join(part for part in (name, reason, text) if part)
+    return ": ".join(part for part in (name, reason, " ".join(str(message or "").split())[:400]) if part)

@@ -74,8 +74,7 @@ class Report:
     @property
     def subject(self) -> str:
         """Describe the hosts or nodes of the report."""
-        names = [s.hostname for s in self.snapshots] or [node.name for node in self.nodes]
-        return units.some(names)
+        return units.some([s.hostname for s in self.snapshots] or [node.name for node in self.nodes])
 
 
 def run(options: Mapping[str, Any], progress: Progress) -> Report:

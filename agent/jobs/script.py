@@ -209,30 +209,33 @@ def _read_channels(folder: Path, began: float) -> NcclChannels | None:
 # A job by its manifest.
 
 
-def wrap_manifest(text: str, snapshots: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def wrap_manifest(
+    text: str, snapshots: Sequence[Snapshot], request: Request, *, preflight_image: str | None,
+    require: tuple[str, ...], resources: tuple[str, ...], monitor: bool,
+) -> tuple[str, list[str]]:  # fmt: skip
     """Add what the manifest's jobs lack on these hosts; return it with notes. Raises InputError."""
-    for name in ("monitor", "require"):
-        if options[name] and not options["preflight_image"]:
+    for name, value in (("monitor", monitor), ("require", require)):
+        if value and not preflight_image:
             raise InputError(f"--{name} requires --preflight-image for a manifest: that image has the program")
     try:
-        resources = dict(split_pair("--resource", word) for word in options["resources"])
-        for name, count in resources.items():
+        counts = dict(split_pair("--resource", word) for word in resources)
+        for name, count in counts.items():
             check_limit(name, count)
-        select((), require=options["require"], codes=ALL_CODES)
+        select((), require=require, codes=ALL_CODES)
         notes: list[str] = []
         additions: list[Additions | None] = []
         manifest = documents(text)
         for job in jobs_in(manifest):
-            if job.without_gpus and not asks_for_gpus(resources):
+            if job.without_gpus and not asks_for_gpus(counts):
                 notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
                 additions.append(None)
                 continue
-            advice, lines = advise_job(job, snapshots, options)
-            advice, left_out = adapt_to_pods(advice, snapshots, here=not options["hosts"] and not options["machine"])
+            advice, lines = advise_job(job, snapshots, request)
+            advice, left_out = adapt_to_pods(advice, snapshots, here=not (request.hosts or request.machine))
             notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in lines)]
             additions.append(Additions(
-                settings=advice.settings, needs=advice.needs, resources=resources, require=tuple(options["require"]),
-                gate_image=options["preflight_image"], log=advice.backend == "nccl", monitor=options["monitor"],
+                settings=advice.settings, needs=advice.needs, resources=counts, require=require,
+                gate_image=preflight_image, log=advice.backend == "nccl", monitor=monitor,
                 annotations=format_forecast(advice),
             ))  # fmt: skip
         wrapped, wrap_notes = wrap(text, additions)
@@ -247,13 +250,13 @@ def wrap_manifest(text: str, snapshots: Sequence[Snapshot], options: Mapping[str
     return wrapped, list(dict.fromkeys([*notes, *wrap_notes]))
 
 
-def advise_job(job: Job, snapshots: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[Recommendation, list[str]]:
+def advise_job(job: Job, snapshots: Sequence[Snapshot], request: Request) -> tuple[Recommendation, list[str]]:
     """Return the advice for the job's nodes, and what was read from its command or is unknown."""
 
     def file(name: str) -> str | None:
         if name in job.files:
             return job.files[name]
-        here = options["config"]
+        here = request.config
         return bounded.read_text(here, MAX_FILE_BYTES) if here is not None and here.name == Path(name).name else None
 
     parsed = read_command(job.command, file)
@@ -264,8 +267,7 @@ def advise_job(job: Job, snapshots: Sequence[Snapshot], options: Mapping[str, An
         parsed.notes.append(f"starts {ranks} ranks in a pod of {fewest} GPUs. NCCL refuses two ranks on one GPU: "
                             f"request {ranks} GPUs, or start fewer ranks")  # fmt: skip
         ranks = min(ranks, gpus)
-    request = Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
-                      ranks_per_node=ranks)  # fmt: skip
+    request = replace(request, nodes=nodes, ranks_per_node=ranks)
     if nodes is None or ranks is None:
         parsed.unknown.append("number of ranks: not in replicas, nprocPerNode, GPUs or the launcher's options"
                               + "; the settings are those of several nodes" * (nodes is None))  # fmt: skip

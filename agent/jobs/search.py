@@ -8,7 +8,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,36 +38,39 @@ COLOURS = (
 )  # fmt: skip
 
 
-def build_spec(options: Mapping[str, Any], snapshots: Sequence[Snapshot]) -> SearchSpec:
+def build_spec(
+    snapshots: Sequence[Snapshot], *, nodes: int | None, node_rank: int | None, rendezvous: str | None,
+    ranks: int | None, host_name: str | None, domain: str | None, topology: Path | None, size_bytes: int | None,
+    silence: float, wait: float, limit: float, journal: Path | None, no_advice: bool, force: bool,
+) -> SearchSpec:  # fmt: skip
     """Create the spec of this node from the command line and the launcher's environment. Raises SpecError."""
     launched = from_environment(os.environ)
-    nodes = options["nodes"] or launched.get("nodes", 1)
-    node = launched.get("node", 0) if options["node_rank"] is None else options["node_rank"]
+    nodes = nodes or launched.get("nodes", 1)
+    node = launched.get("node", 0) if node_rank is None else node_rank
     default = launched.get("rendezvous", "127.0.0.1:29400" if nodes == 1 else "")
-    rendezvous = options["rendezvous"] or make_resolvable(default)
+    rendezvous = rendezvous or make_resolvable(default)
     host, _, port = rendezvous.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise SpecError(f"rendezvous: {rendezvous!r} is not allowed; allowed: host:port of node 0")
     if not 0 <= node < nodes:
         raise SpecError(f"node_rank: {node} is not allowed; allowed: 0 to {nodes - 1}")
-    if node == 0 and options["journal"] and (problem := explain_unwritable(options["journal"])):
-        raise SpecError(f"journal: {options['journal']}: {problem}")
+    if node == 0 and journal and (problem := explain_unwritable(journal)):
+        raise SpecError(f"journal: {journal}: {problem}")
     gpus = list_gpus(snapshots[:1])
-    ranks = options["ranks"] or launched.get("ranks") or len(gpus) or 1
+    ranks = ranks or launched.get("ranks") or len(gpus) or 1
     backend = detect_backend()
-    name = options["host_name"] or (snapshots[0].hostname if snapshots else f"node {node}")
-    domain, nvlink = _find_domains(options, name, snapshots, ranks)
+    name = host_name or (snapshots[0].hostname if snapshots else f"node {node}")
+    domain, nvlink = _find_domains(domain, topology, name, describe_links(snapshots, ranks).get("nvlink_domain") or "")
     place = Place(
         store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name, domain=domain,
         nvlink="" if "NCCL_MNNVL_ENABLE" in os.environ else nvlink,
-        model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=options["silence"],
-        bytes=options["bytes"] or ((256 if backend == "nccl" else 32) << 20), wait_seconds=options["wait"],
-        journal=str(options["journal"] or ""),
+        model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=silence,
+        bytes=size_bytes or ((256 if backend == "nccl" else 32) << 20), wait_seconds=wait, journal=str(journal or ""),
     )  # fmt: skip
     return SearchSpec(
-        place=place, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=options["limit"],
-        gpu_pids=list_gpu_processes(snapshots), force=options["force"],
-        environment={} if options["no_advice"] or nodes == 1 else advise_network_environment(snapshots),
+        place=place, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=limit,
+        gpu_pids=list_gpu_processes(snapshots), force=force,
+        environment={} if no_advice or nodes == 1 else advise_network_environment(snapshots),
     )  # fmt: skip
 
 
@@ -85,13 +88,12 @@ def make_resolvable(rendezvous: str) -> str:
     return rendezvous
 
 
-def _find_domains(options: Mapping[str, Any], name: str, snapshots: Sequence[Snapshot], ranks: int) -> tuple[str, str]:
+def _find_domains(given: str | None, topology: Path | None, name: str, of_links: str) -> tuple[str, str]:
     """Return the domain of the node (option, label, NVLink or Slurm's switch) and its NVLink domain; "" if unknown."""
-    label, domain = find_domain(options["topology"], name) if options["topology"] else ("", "")
-    by_label = label in _TABLE["nvlink_labels"]
-    nvlink = domain if by_label else str(describe_links(snapshots, ranks).get("nvlink_domain") or "")
+    label, domain = find_domain(topology, name) if topology else ("", "")
+    nvlink = domain if label in _TABLE["nvlink_labels"] else of_links
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")  # "core.leaf3.gpu-07" (srun(1))
-    return options["domain"] or domain or nvlink or (switches[-2] if len(switches) > 1 else ""), nvlink
+    return given or domain or nvlink or (switches[-2] if len(switches) > 1 else ""), nvlink
 
 
 def find_domain(path: Path, name: str) -> tuple[str, str]:

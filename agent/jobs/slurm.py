@@ -9,10 +9,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent.advice.advise import Request, advise
 from agent.advice.job_plan import build_job_plan, describe_grace, estimate_grace
@@ -116,23 +116,25 @@ def submit(script: str, folder: Path) -> str:
         raise SlurmError(f"{error}. Nothing was submitted; the options are at the top of {path}") from None
 
 
-def add_to_script(text: str, snapshots: Sequence[Snapshot], options: Mapping[str, Any]) -> tuple[str, list[str]]:
+def add_to_script(
+    text: str, snapshots: Sequence[Snapshot], request: Request, *, preflight_image: str | None,
+    require: tuple[str, ...], resources: tuple[str, ...], monitor: bool,  # noqa: ARG001 - a script always has it
+) -> tuple[str, list[str]]:  # fmt: skip
     """Add missing settings to the script; return it with notes. Raises ScriptError that names the line."""
     from agent.jobs.script import AUTOSTART
 
-    if options["resources"] or options["preflight_image"]:
+    if resources or preflight_image:
         raise InputError("--resource and --preflight-image are for manifests; in a batch script use #SBATCH")
-    select((), require=options["require"], codes=ALL_CODES)
+    select((), require=require, codes=ALL_CODES)
     check_options(text)
     nodes, gpus = parse_size(text)
-    advice = advise(Request(hosts=options["hosts"], root=options["root"], machine=options["machine"], nodes=nodes,
-                            ranks_per_node=gpus), snapshots)  # fmt: skip
+    advice = advise(replace(request, nodes=nodes, ranks_per_node=gpus), snapshots)
     wrapped, notes = wrap_script(
         text, advice.settings, python=sys.executable, monitor=AUTOSTART, has_log=advice.backend == "nccl",
-        require=options["require"],
+        require=require,
     )  # fmt: skip
     notes += [note.text.split(". ")[0] for note in advice.notes if note.topic in ("platform", "RCCL")]
-    if not (options["hosts"] or options["machine"]):
+    if not (request.hosts or request.machine):
         notes.append(_LIKE_THIS_HOST)
     if nodes is None:
         notes.append("the script has no #SBATCH --nodes, so the environment is that of several nodes")

@@ -82,8 +82,7 @@ def print_rdma_writes(out: Console, result: RdmaResult) -> None:
         for write, bar in zip(result.writes, bars, strict=True)
     ]  # fmt: skip
     out.print(f"\n[bold]RDMA writes[/bold] from {escape(result.host)} to {escape(result.peer)}")
-    columns = ("port", "rate", "MTU", "written", "expected")
-    out.print(make_table(Grid(columns=columns, rows=tuple(rows))))
+    out.print(make_table(Grid(columns=("port", "rate", "MTU", "written", "expected"), rows=tuple(rows))))
     for problem in result.problems:
         out.print(f"[red]! {escape(problem)}[/red]")
 

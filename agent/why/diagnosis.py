@@ -304,7 +304,7 @@ _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted"
 # A cause of `why`, and the problem of the log that says less about the same lines.
 _MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch",
                "rank.gone": "job_failed"}  # fmt: skip
-_OF_NODE = ("node_failed", "gpu_xid", "gpu_pcie_error", "pcie_error", "fabric_manager_not_ready")
+_OF_NODE = ("node_failed", "gpu_xid", "gpu_hardware_error", "gpu_pcie_error", "pcie_error", "fabric_manager_not_ready")
 
 
 def _make_cause(problem: LogProblem) -> Cause:
@@ -337,6 +337,11 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     none_of = f", none of {why.ranks_of(log.missing_ranks)}" if log.missing_ranks else ""
     source = f"NCCL log: {log.lines_read} line{'s' * (log.lines_read != 1)}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
+    timeouts = [line for p in log.problems if p.code == "watchdog_timeout" for line in p.lines]
+    earlier = [p for p in rows[:1] if p == log.problems[0] and p.severity == "fail" and p.lines and timeouts
+               and all(p.lines[0].file == line.file and p.lines[0].line < line.line for line in timeouts)]  # fmt: skip
+    if verdict.names_nobody and earlier:  # ranks wait since then
+        return replace(verdict, state="failed", line=f"failed: {causes[0].message}", causes=(*causes, *verdict.causes))
     if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _ENDS for cause in ended):  # what remains are slow paths

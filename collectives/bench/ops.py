@@ -102,8 +102,7 @@ def _find_wrong_chunks(side: Side, turn: int, start: int) -> tuple[int, ...]:
 
 
 def _find_wrong_sum(side: Side, turn: int) -> tuple[int, ...]:
-    scattered = side.send_buffer.numel() != side.output.numel()
-    start = side.me * side.output.numel() if scattered else 0
+    start = side.me * side.output.numel() if side.send_buffer.numel() != side.output.numel() else 0
     return () if matches(side.output, side.ranks, turn, start) else (UNKNOWN_SOURCE,)
 
 

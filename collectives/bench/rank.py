@@ -260,8 +260,7 @@ def _run_plan(me: Rank) -> None:
         if left <= 0 or (predict_seconds(case, singles) or 0.0) * MIN_ITERATIONS > left:
             skipped.append(case)
             continue
-        share = left / (len(me.plan.cases) - index)
-        singles[case] = run_case(me, case, share, left)
+        singles[case] = run_case(me, case, left / (len(me.plan.cases) - index), left)
         if singles[case] * MIN_ITERATIONS > left:
             skipped.append(case)
     if skipped and reports_for_host():

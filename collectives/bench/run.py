@@ -72,8 +72,7 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
     measurements = tuple(_make_measurement(event, backend, hello, spec.expect) for event in events["measured"])
     spent = f"not measured, the time budget of {spec.budget_seconds:g} s was spent: "
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
-    wrong = _find_wrong_data(events["measured"], hosts)
-    problems = (*outcome.problems, *skipped, *wrong)
+    problems = (*outcome.problems, *skipped, *_find_wrong_data(events["measured"], hosts))
     # Times of all sizes together, because a late rank is late at every size.
     waits = [
         [wait for event in events["measured"] for wait in event["wait_seconds"][rank]] for rank in range(len(hosts))

@@ -119,8 +119,8 @@ def find_codes(message: bytes, *, foreign: bool = False) -> tuple[str, ...]:
     candidates = _signs_in(message.translate(None, DIGITS))  # lines of one kind differ in their digits
     signs = (sign for sign in candidates if sign.needle in message and (sign.own or not foreign))
     codes = tuple(dict.fromkeys(sign.code for sign in signs if sign.is_in(message)))
-    causes = any(not CODES[code].symptom and not CODES[code].vague for code in codes)
-    return tuple(code for code in codes if not (causes and CODES[code].symptom))
+    causes = any(CODES[code].symptom < 1 and not CODES[code].vague for code in codes)
+    return tuple(code for code in codes if not (causes and CODES[code].symptom > 0))
 
 
 def cut_to_sign(line: bytes, code: str) -> bytes:

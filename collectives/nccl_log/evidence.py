@@ -243,8 +243,7 @@ def judge(ledger: Ledger) -> Evidence:
 def judge_runs(runs: Runs) -> Evidence:
     """Return the verdict on all runs: counts of all, and problems of each run."""
     if len(runs.ledgers) < 2:
-        ledger = runs.ledgers[0] if runs.ledgers else Ledger()
-        return replace(judge(ledger), lines_read=runs.lines)
+        return replace(judge(runs.ledgers[0] if runs.ledgers else Ledger()), lines_read=runs.lines)
     each = [judge(ledger) for ledger in runs.ledgers]
     rows = tuple(
         RunEvidence(

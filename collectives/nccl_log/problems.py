@@ -15,6 +15,7 @@ from hardware.units import some
 _FAILED = {"job_failed", "call_failed", "remote_failed"}  # a process said so itself, or its launcher did
 _BEFORE_2_19 = re.compile(r"2\.(1[0-8]|\d)\b")
 _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # launchers also print it after `scancel`
+_KILLED = re.compile(r"died or was killed|(?<!killed by )SIGKILL|: -9\b")  # a timeout that follows is a consequence
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
@@ -271,11 +272,14 @@ class _Findings:
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
+        lines = self.ledger.code_lines
+        late = {row.file: row.line for row in reversed(lines.get("watchdog_timeout", ()))}
         for code in sorted(list_codes("vague"), key=lambda code: -CODES[code].vague):
-            if code in self.problems and self.has_reason(code):
+            early = any(row.line < late.get(row.file, 0) and _KILLED.search(row.text) for row in lines.get(code, ()))
+            if code in self.problems and self.has_failure(code, *list_codes("gdr"), *["watchdog_timeout"] * early):
                 self.consequences.append(self.problems[code])
                 self.demote(code)
-        full = any("No space" in row.text for row in self.ledger.code_lines.get("shm_too_small", ()))
+        full = any("No space" in row.text for row in lines.get("shm_too_small", ()))
         if "shm_not_registered" in self.problems:  # one of the two explains the other
             self.problems.pop("shm_not_registered" if full else "shm_too_small", None)
         if "gid_index_invalid" in self.problems and list_layers(self.ledger) == {"IB"}:
