@@ -574,10 +574,10 @@ class Search:
         return f"{text}. Check the switches between the domains" if far > (1 + PLAIN) * near else ""
 
     def find_slow_uplinks(self) -> dict[str, float]:
-        """Return the domains that are fast inside and slow to all others, and the lost rate; bad nodes do not count."""
-        good = {verdict.node for verdict in self.verdicts() if verdict.state != "bad"}
+        """Return the domains that are fast inside and slow to all others, and the lost rate, without stuck nodes."""
+        alive = {verdict.node for verdict in self.verdicts() if verdict.reason not in ("lost", "stuck")}
         fastest: dict[str, dict[str, float]] = {"near": {}, "far": {}}
-        for link in sorted(filter(good.issuperset, self.excess), key=self.excess.__getitem__, reverse=True):
+        for link in sorted(filter(alive.issuperset, self.excess), key=self.excess.__getitem__, reverse=True):
             fastest[self._classify_pair(*link)].update({self.domains[end]: 1 + self.excess[link] for end in link})
         near, far = ({d: 1 - min(times.values()) / time for d, time in times.items()} for times in fastest.values())
         return {d: loss for d, loss in far.items() if d and loss > BLIND and near.get(d, 1.0) <= BLIND}
