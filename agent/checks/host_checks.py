@@ -75,10 +75,10 @@ def explain_unread_gpus(snapshot: Snapshot) -> str:
     foreign = pci_probe.list_foreign_accelerators(pci) if pci else ()
     if facts is None and on_bus:
         return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
-    if facts is None:
-        maker = {0x1002: "AMD", 0x1DA3: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other") if foreign else ""
-        return f"{_number(foreign, f'{maker} accelerator')} on the PCI bus: only NVIDIA's are read" * bool(foreign)
-    if any(gpu.error is None for gpu in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
+    if facts is None and foreign:
+        maker = {0x1002: "AMD", 0x1DA3: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other")
+        return f"{_number(foreign, f'{maker} accelerator')} on the PCI bus: only NVIDIA's are read"
+    if facts is None or any(g.error is None for g in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
         return ""
     if facts.driver_error:
         return f"no GPU was read: NVML answers {facts.driver_error}"

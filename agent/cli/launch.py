@@ -283,7 +283,7 @@ def run(command: tuple[str, ...], folder: Path) -> None:
 @click.argument("source", metavar="FILE|-")
 def wrap(
     source: str, output: Path | None, in_place: bool, hosts: tuple[Path, ...], root: str, machine: str | None,
-    config: Path | None, **options: Any,
+    config: Path | None, monitor: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Read the file, print the changes, and write them if requested."""
     from agent.advice.advise import Request
@@ -299,6 +299,7 @@ def wrap(
         raise InputError(f"{describe_source(source)}: not UTF-8: {error}") from None
     request = Request(hosts=hosts, root=root, machine=machine, config=config)
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
+    options |= {} if is_script else {"monitor": monitor}  # a script always has the monitor
     wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, request.read_hosts(), request, **options)
     print_text(_make_diff(text, wrapped, source, str(output or source)), nl=False)
     print_notes(notes)

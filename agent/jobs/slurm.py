@@ -118,7 +118,7 @@ def submit(script: str, folder: Path) -> str:
 
 def add_to_script(
     text: str, snapshots: Sequence[Snapshot], request: Request, *, preflight_image: str | None,
-    require: tuple[str, ...], resources: tuple[str, ...], monitor: bool,  # noqa: ARG001 - a script always has it
+    require: tuple[str, ...], resources: tuple[str, ...],
 ) -> tuple[str, list[str]]:  # fmt: skip
     """Add missing settings to the script; return it with notes. Raises ScriptError that names the line."""
     from agent.jobs.script import AUTOSTART
