@@ -78,7 +78,7 @@ class Trainer:
         if config.eval_strategy != "no":
             test = rows.prepare(config, config.dataset_test_split, self.tokenizer)[0]
 
-        net = model.build_model(config, layout.precision, recorder.note)
+        net = model.build_model(config, layout.precision, recorder.note, layout)
         counts = [(p.numel(), p.requires_grad) for p in net.parameters()]  # before 4-bit weights are packed
         shape = model.causal_lm(net).config
         rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)

@@ -22,9 +22,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from contracts.job_config import ConfigError, JobConfig
-from contracts.layout import ROPE_TYPES, TRAINED
+from contracts.layout import Layout
 from finetune import hub
 from finetune.rows import IGNORED
+from planner.forecast.models import ModelError, read_model
+from planner.forecast.specs import TrainSpec
+from planner.stacks import TOPOFLIGHT
+from planner.stacks.limits import list_limits
 
 # varlen_attn of torch 2.11 has neither causal windows nor shared key heads. NVIDIA's builds of 2.13 are 2.13.0a0.
 _HAS_VARLEN = torch.__version__ >= "2.13.0a0"
@@ -35,11 +39,17 @@ RANDOM = {
     "micro-llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 512},
 }  # fmt: skip
+ALONE = Layout(world_size=1)
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
 
 
-def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
-    """The causal language model without values: parameters on meta (`weights.fill`), with LoRA if configured."""
+def build_model(
+    config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None, layout: Layout = ALONE
+) -> Any:
+    """The causal language model without values: parameters on meta (`weights.fill`), with LoRA if configured.
+
+    Raises ConfigError for a model that this job cannot train under this layout.
+    """
     from accelerate import init_empty_weights  # type: ignore[import-untyped, unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -59,21 +69,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     else:
         presets = ", ".join(RANDOM)
         raise ConfigError(f"model_name_or_path={name!r}: random: takes {presets}, or a folder with config.json")
-    if shape.model_type not in TRAINED:  # first: another architecture need not build with this job's attention
-        raise ConfigError(f"model_name_or_path={name!r} is a {shape.model_type}: this job runs {', '.join(TRAINED)}")
-    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise ConfigError(f"model_name_or_path={name!r}: rope_type={rope!r}: this job runs {', '.join(ROPE_TYPES)}")
-    if getattr(shape, "quantization_config", None) is not None:
-        raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
-    window = getattr(shape, "sliding_window", None)
-    # Llama ignores both settings, and Mistral its layer_types
-    slides = shape.model_type == "mistral" or (shape.model_type != "llama" and "sliding_attention" in shape.layer_types)
-    if slides and kernel == BY_DOCUMENT and window is not None and window < config.max_length:
-        raise ConfigError(
-            f"model_name_or_path={name!r}: its sliding window of {window} tokens is shorter than "
-            f"max_length={config.max_length}; set attn_implementation: eager, or use TRL's trainer"
-        )
+    _check_support(config, shape, layout)  # first: another architecture need not build with this job's attention
     with init_empty_weights(include_buffers=False):
         model = _load(
             name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel,
@@ -84,6 +80,19 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     if config.load_in_4bit:
         _into_four_bit(model, precision)
     return _add_lora(model, config) if config.use_peft else model
+
+
+def _check_support(config: JobConfig, shape: Any, layout: Layout) -> None:
+    """Refuse, by the rules of the planner, a transformers config or a layout that this job cannot train."""
+    method: Any = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
+    train = TrainSpec(method=method, attention=config.attn_implementation, sequence_length=config.max_length)
+    try:
+        reasons = list_limits(TOPOFLIGHT, read_model(shape.to_dict(), any_type=True), train, layout)
+    except ModelError as error:
+        reasons = [str(error)]
+    if reasons:
+        name = f"model_name_or_path={config.model_name_or_path!r}"
+        raise ConfigError(f"{name}, layout {layout.family}: {'; '.join(reasons)}")
 
 
 def stored_type(config: JobConfig, precision: str) -> torch.dtype:

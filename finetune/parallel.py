@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from contracts import trl
 from contracts.job_config import ConfigError, JobPlan, parse_layout, resolve_layout
-from contracts.layout import EIGHT_BITS, Layout
+from contracts.layout import Layout
 from finetune.model import Chunk, causal_lm, cut
 from finetune.rows import Batch
 
@@ -65,46 +65,6 @@ def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
     if resolved["pp"] > 1:
         resolved.setdefault("gradient_accumulation", resolved["pp"] * resolved.get("virtual_stages", 1))
     return parse_layout(resolved, "layout")
-
-
-def list_refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
-    """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
-    heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
-    kernel, layers = getattr(shape, "_attn_implementation", None), shape.num_hidden_layers
-    is_quantised = getattr(shape, "quantization_config", None) is not None
-    tp, pp, times = layout.tp, layout.pp, layout.gradient_accumulation
-    stages, layers_given = pp * layout.virtual_stages, sum(layout.stage_layers)
-    reasons = {
-        f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
-        f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
-        "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
-            layout.sharding == "zero1" and layout.dp_shard > 1,
-        "checkpointing='selective': this job recomputes every operator of a layer or none; use full or none":
-            layout.checkpointing == "selective",
-        "compile=true: this job does not compile; TRL's trainer does (torch_compile)": layout.compile,
-        f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
-        "offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'":
-            layout.offload == "optimizer",
-        "offload='all': needs dp_shard > 1":
-            layout.offload == "all" and layout.data_parallel * tp * pp > 1 and layout.dp_shard == 1,
-        f"tp={tp}: must divide {heads} heads, {kv_heads} key/value heads and intermediate size {inner}":
-            any(size % tp for size in (heads, kv_heads, inner)),
-        f"tp={tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split": tp > 1 and is_quantised,
-        "sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens":
-            tp > 1 and layout.sequence_parallel and lora,
-        "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
-        "sequence": tp > 1 and layout.sequence_parallel and kernel == "eager",
-        f"stage_layers={layout.stage_layers}: add up to {layers_given}, the model has {layers}":
-            pp > 1 and bool(layout.stage_layers) and layers_given != layers,
-        f"{stages} pipeline stages: the model has {layers} layers, each stage needs one":
-            pp > 1 and (stages > layers or 0 in layout.stage_layers),
-        f"gradient_accumulation={times}: a pipeline needs at least pp={pp}": pp > 1 and times < pp,
-        f"gradient_accumulation={times}: interleaved needs a multiple of pp={pp}":
-            pp > 1 and layout.schedule == "interleaved" and times % pp > 0,
-        "pp with tied embeddings: first and last stage would each train their own copy":
-            pp > 1 and bool(getattr(shape, "tie_word_embeddings", False)),
-    }  # fmt: skip
-    return [text for text, holds in reasons.items() if holds]
 
 
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
@@ -235,9 +195,6 @@ class Engine:
     ) -> None:
         self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")
-        reasons = list_refusals(layout, causal_lm(model).config, self.adapters)
-        if reasons:
-            raise ConfigError(f"layout {layout.family}: " + "; ".join(reasons))
         bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
         pp_rank = mesh.get_local_rank("pp") if mesh is not None else 0
         self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None

@@ -32,6 +32,7 @@ from contracts.job_config import ConfigError, JobConfig, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
 from finetune import checkpoint, hub, loop, recorder, rows, verify
+from planner.stacks.exports import make_trl_settings
 
 
 def train(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) -> None:
@@ -122,40 +123,31 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         if missing:
             note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
         settings["report_to"] = sorted(targets - missing) or "none"
+    of_layout = make_trl_settings(layout)
+    accumulation = of_layout.pop("accelerator_config", {}).get("gradient_accumulation_kwargs", {})
+    if "fsdp" in of_layout:  # it shards 4-bit weights only if they are stored in the type of its computation
+        storage = {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
+        of_layout["bnb_4bit_quant_storage"] = storage
+    if max(layout.tp, layout.cp) > 1 or ("fsdp" in of_layout and layout.dp_replicate > 1):
+        of_layout["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp, cp_size=layout.cp
+        )
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    unknown = parser.set_defaults_with_config(**{**settings, **_translate_layout(layout, on_gpu, settings)})[::2]
+    unknown = parser.set_defaults_with_config(**{**settings, **of_layout, "use_cpu": not on_gpu})[::2]
     for name in (option.removeprefix("--") for option in unknown):
-        if name not in names.option_names()["no_effect"]:
+        if name not in {*names.option_names()["no_effect"], *names.option_names()["only"]}:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
         note(f"{name}: no effect, TRL {trl.__version__} has no such setting")
     try:
-        return tuple(parser.parse_args_into_dataclasses(args=[]))
+        parsed = tuple(parser.parse_args_into_dataclasses(args=[]))
     except (OSError, ValueError, TypeError, ImportError, SystemExit) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
-
-
-def _translate_layout(layout: Layout, on_gpu: bool, given: dict[str, Any]) -> dict[str, Any]:
-    recompute, sharded = layout.checkpointing != "none", layout.sharding == "zero3" and layout.dp_shard > 1
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": layout.micro_batch, "bf16": layout.precision == "bf16",
-        "gradient_accumulation_steps": layout.gradient_accumulation, "fp16": layout.precision == "fp16",
-        "torch_compile": layout.compile, "use_cpu": not on_gpu, "gradient_checkpointing": recompute and not sharded,
-    }  # fmt: skip
-    if sharded:  # 4-bit weights stored in another type are not sharded. FSDP recomputes by itself
-        settings["bnb_4bit_quant_storage"] = {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
-        settings["fsdp"], settings["fsdp_config"] = True, {
-            "version": 2, "reshard_after_forward": layout.reshard_after_forward, "activation_checkpointing": recompute,
-            "cpu_offload": layout.offload == "all", "cpu_ram_efficient_loading": True,
-        }  # fmt: skip
-    config = given.get("accelerator_config") or {}
-    if (sharded or layout.cp > 1) and isinstance(config, dict):  # not the name of a file
-        options = {"sync_each_batch": True, **(config.get("gradient_accumulation_kwargs") or {})}  # or FSDP shards late
-        settings["accelerator_config"] = {**config, "gradient_accumulation_kwargs": options}
-    if max(layout.tp, layout.cp) > 1 or (sharded and layout.dp_replicate > 1):
-        settings["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp, cp_size=layout.cp
-        )
-    return settings
+    accelerator = parsed[1].accelerator_config  # read by transformers: from a mapping, JSON text or a file
+    given = accelerator.gradient_accumulation_kwargs
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"accelerator_config.gradient_accumulation_kwargs={given!r}: must be a mapping")
+    accelerator.gradient_accumulation_kwargs = {**accumulation, **(given or {})}
+    return parsed
 
 
 def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, tested: bool) -> tuple[Any, Any]:

@@ -16,8 +16,8 @@ from contracts.layout import Layout
 from contracts.tables import read_table
 from planner.advice import ExportError, ExportRequest, render
 from planner.forecast.models import hub_id
-from planner.search import explain_lack
 from planner.stacks import ENGINES, TOPOFLIGHT, is_sharded, is_wrapped
+from planner.stacks.limits import explain_lack
 
 _TABLE = read_table(__file__, "exports.toml")
 FORMATS = tuple(_TABLE["format"])
@@ -61,6 +61,14 @@ def export(name: str, request: ExportRequest) -> str:
 
     comments = "".join(line for line in text.splitlines(keepends=True) if line.startswith("#"))
     return comments + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)  # in PyYAML's format
+
+
+def make_trl_settings(layout: Layout) -> dict[str, Any]:
+    """Return the settings of TRL's trainer that a layout decides, by name; the fine-tune job sets them too."""
+    import yaml
+
+    settings: dict[str, Any] = yaml.safe_load(render("trl_layout.yaml", layout=layout, sharded=is_sharded(layout)))
+    return settings
 
 
 def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
