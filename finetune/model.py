@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,8 +31,6 @@ from planner.forecast.specs import TrainSpec
 from planner.stacks import TOPOFLIGHT
 from planner.stacks.limits import list_limits
 
-# varlen_attn of torch 2.11 has neither causal windows nor shared key heads. NVIDIA's builds of 2.13 are 2.13.0a0.
-_HAS_VARLEN = torch.__version__ >= "2.13.0a0"
 BY_DOCUMENT = "by_document"
 RANDOM = {
     "tiny-llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -286,8 +285,6 @@ def attend(
     bounds, lengths = documents
     if not dropout and _supports_varlen(query):
         flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        from torch.nn.attention.varlen import varlen_attn
-
         packed: torch.Tensor = varlen_attn(
             *flat, bounds, bounds, length, length, scale=scaling, window_size=(-1, 0), enable_gqa=True
         )
@@ -300,7 +297,7 @@ def attend(
 
 def _supports_varlen(query: torch.Tensor) -> bool:
     """Return whether flash attention supports the query: an Ampere or later GPU, 16 bits, heads of at most 256."""
-    if not (_HAS_VARLEN and query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256):
+    if not (query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256):
         return False
     capability: tuple[int, int] = torch.cuda.get_device_capability(query.device)
     return capability >= (8, 0)

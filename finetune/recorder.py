@@ -192,8 +192,9 @@ class Recorder:
 
         return torch.profiler.profile(schedule=choose, on_trace_ready=measure)
 
-    def step(self, seconds: float, loss: float, tokens: int) -> None:
-        """Record an optimizer step that has ended."""
+    def step(self, number: int, seconds: float, loss: float, tokens: int) -> None:
+        """Record an optimizer step that has ended; its number is from 1, over all starts of the run."""
+        self.record.steps_done = number
         if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
             self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
             if len(self.seconds) == MEMORY_STEPS - 1:

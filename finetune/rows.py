@@ -83,8 +83,6 @@ def find_files(config: JobConfig, split: str) -> list[Path]:
     choose = partial(files_of_split, part=config.dataset_config, split=split, setting=setting)
     if path.is_dir():
         return [path / file for file in choose(path)]
-    if path.suffix in READERS:
-        raise ConfigError(f"{setting}: no such file")
     return hub.download_data(name, config.dataset_revision, choose)
 
 
@@ -228,15 +226,12 @@ def load_tokenizer(config: JobConfig) -> Any:
 
 def _byte_tokenizer() -> Any:
     """256 bytes and three marks, made at run time: nothing to download, nothing it cannot spell."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import GPT2Tokenizer
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(["<s>", "</s>", "<pad>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")  # noqa: S106
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    vocab = {token: index for index, token in enumerate([*marks.values(), *sorted(ByteLevel.alphabet())])}
+    return GPT2Tokenizer(vocab=vocab, merges=[], unk_token=None, **marks)
 
 
 def encode_row(row: Row, tokenizer: Any, config: JobConfig) -> Example | None:

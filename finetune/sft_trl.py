@@ -44,7 +44,7 @@ def train(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) ->
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     run_recorder.find_fullest_rank()
     record.checkpoint = get_last_checkpoint(args.output_dir)
-    if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
+    if trainer.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to resume")
     trainer.save_model(args.output_dir)
     setattr(record, "adapter" if config.use_peft else "saved_model", args.output_dir)
@@ -66,15 +66,13 @@ def _make_trainer(config: JobConfig, layout: Layout, run_recorder: recorder.Reco
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
     counts = net.num_parameters()
-    recording = Recording(layout, run_recorder)
     try:
         trainer = _Trainer(
-            model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
-            processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model), callbacks=[recording],
+            layout, run_recorder, model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
+            processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model),
         )  # fmt: skip
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the run: {error}") from error
-    trainer.seen, recording.trainer = recording, trainer
     trainer.remove_callback(transformers.PrinterCallback)
     net, examples = trainer.model, trainer.train_dataset
     lengths = [len(row["input_ids"]) for row in examples.take(1000)]
@@ -85,20 +83,6 @@ def _make_trainer(config: JobConfig, layout: Layout, run_recorder: recorder.Reco
     run_recorder.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
     run_recorder.write()
     return trainer
-
-
-class _Trainer(trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
-    """TRL's trainer, which reports the loss and the tokens of each micro-batch to the callbacks."""
-
-    seen: Recording
-
-    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """One micro-batch."""
-        mask = inputs.get("attention_mask")
-        tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
-        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
-        self.seen.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
-        return loss
 
 
 # Its inputs: the arguments of TRL's parser, from the plan, and the rows.
@@ -200,20 +184,30 @@ def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
 # What is recorded of the run, and what stops it.
 
 
-class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Writes the run's record as the built-in trainer does, and stops the run on SIGTERM or a loss that diverges."""
+class _Trainer(trl.SFTTrainer, transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """TRL's trainer as its own callback.
 
-    trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
+    It writes the run's record as the built-in trainer does, and stops on SIGTERM or a loss that diverges.
+    """
 
-    def __init__(self, layout: Layout, run_recorder: recorder.Recorder) -> None:
+    def __init__(self, layout: Layout, run_recorder: recorder.Recorder, **options: Any) -> None:
         self.layout, self.recorder, self.device = layout, run_recorder, run_recorder.device
         self.stop_requested, self.stopped, self.began = False, False, 0.0
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
+        super().__init__(callbacks=[self], **options)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """One micro-batch."""
+        mask = inputs.get("attention_mask")
+        tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        self.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
+        return loss
 
     def on_train_begin(self, *_: Any, **_words: Any) -> None:
         """Check that the layout which was built is the layout of the plan."""
-        verify.check(self.recorder.record, self.layout, observe(self.trainer, self.device))
+        verify.check(self.recorder.record, self.layout, observe(self))
         self.recorder.watch_memory()
 
     def on_step_begin(self, *_: Any, **_words: Any) -> None:
@@ -230,8 +224,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         loss, tokens, stop = sums.tolist()
         self.sums.zero_()
         mean = loss / layout.world_size
-        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)))
-        self.recorder.record.steps_done = state.global_step
+        self.recorder.step(state.global_step, seconds, mean, round(tokens / (layout.tp * layout.cp)))
         if len(self.recorder.losses) == 1:  # what a step needs is connected now
             verify.require_equal(verify.record_transports(self.recorder.record))
             self.recorder.write()
@@ -255,7 +248,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         self.recorder.write()
 
 
-def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLayout:
+def observe(trainer: _Trainer) -> EffectiveLayout:
     """Return the layout that accelerate built, read from its objects."""
     model, accelerator = trainer.model_wrapped, trainer.accelerator
     layers = trainer.model.config.get_text_config().num_hidden_layers  # Gemma 3 also has an image model
@@ -264,7 +257,8 @@ def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLay
         trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.activation_checkpointing
     )
     return EffectiveLayout(
-        **verify.observe_modules([model], dict(model.named_parameters()), device, cp), pp=1, stage_layers=[layers],
+        **verify.observe_modules([model], dict(model.named_parameters()), trainer.device, cp),
+        pp=1, stage_layers=[layers],
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         checkpointed_layers=layers if recomputes else 0,
     )  # fmt: skip

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -46,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(ConfigError(f"output_dir={config.output_dir!r}: the folder cannot be made: {error.strerror}"))
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its calls of deprecated names
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # rank 0 exports alone
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, whose CPU kernels are a download more
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
-    before = signal.getsignal(signal.SIGTERM)
     if torch.cuda.is_available():
         channels.start_log(Path(config.output_dir) / "nccl")
     device = join_ranks(Path(config.output_dir))
@@ -90,7 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.barrier()
     if not alone or dist.get_world_size() == 1:
         dist.destroy_process_group()
-    signal.signal(signal.SIGTERM, before)
     return code
 
 

@@ -28,7 +28,7 @@ from transformers import MistralConfig, Qwen2Config, Qwen3Config
 from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import ROPE_TYPES, Layout
 from finetune import train
-from finetune.checkpoint import start_moments, training_state
+from finetune.checkpoint import training_state
 from finetune.loop import build_schedule, clip_gradients
 from finetune.model import attend, build_model, causal_lm, cut, find_documents
 from finetune.parallel import parallelize, stage_bounds
@@ -282,7 +282,6 @@ def test_the_planner_knows_the_bytes_of_a_checkpoint(tmp_path, family, lora):
     net = build_model(config, "bf16")
     named = dict(net.named_parameters())
     optimizer = torch.optim.AdamW([p for p in named.values() if p.requires_grad])
-    start_moments(named, optimizer, 1)
     stored = sum(t.numel() * t.itemsize for t in training_state(named, optimizer).values())
     train = TrainSpec(method="full" if lora is None else "lora", lora_rank=config.lora_r,
                       lora_targets=config.lora_target_modules, saved_modules=config.lora_modules_to_save)  # fmt: skip
