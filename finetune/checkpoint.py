@@ -66,7 +66,6 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.group = dist.new_group(backend="gloo", timeout=WAIT)
         if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".checkpoint-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier(group=self.group)

@@ -29,13 +29,11 @@ from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, model, parallel, recorder as runs, rows, verify, weights
 
-DIVERGED = 65  # EX_DATAERR
-
 
 class DivergedError(EndedError):
     """Loss or gradients are no longer finite."""
 
-    code = DIVERGED
+    code = 65  # EX_DATAERR
 
 
 class StoppedError(EndedError):
@@ -114,7 +112,7 @@ class Trainer:
         return train, rows.Loader(examples=test, shuffle=False, micro_batch=batch, micro_batches=times, **common)
 
     def train(self) -> None:
-        """Run all remaining steps, and write the last checkpoint."""
+        """Run all remaining steps, write the last checkpoint, and export adapter, merged model or whole model."""
         config, place = self.config, self.resume()
         self.recorder.watch_memory()
         with self.recorder.profile(config.profile_steps) as profiler:
@@ -143,6 +141,11 @@ class Trainer:
         self.recorder.find_fullest_rank()
         for text in verify.record_transports(self.recorder.record):
             self.recorder.note(text)  # connected later, for example by a checkpoint: the training is done
+        record, last = self.recorder.record, checkpoint.list_checkpoints(self.store.folder)[-1]
+        record.checkpoint = str(last)
+        write = partial(checkpoint.export, config, self.layout.precision, last, self.tokenizer)
+        for name, exported in checkpoint.on_rank_zero(write).items():
+            setattr(record, name, exported)
 
     def step(self, number: int, share: rows.Share) -> tuple[dict[str, float], bool]:
         """Run one optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW.

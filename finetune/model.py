@@ -233,22 +233,13 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
 
 def cut(model: Any, bounds: Sequence[tuple[int, int]], stages: Sequence[int], fused_loss: bool) -> list[Chunk]:
     """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `stages` those to keep."""
-    # Every chunk but the last works on a shallow copy; layers that no chunk keeps are freed with the model.
+    # Of several chunks each has a copy of the model on meta; layers that no chunk keeps are freed with it.
     chunks = []
     for stage in stages:
-        stage_model = _shallow(model) if len(stages) > 1 else model
+        stage_model = copy.deepcopy(model) if len(stages) > 1 else model
         start, stop = bounds[stage]
         chunks.append(Chunk(stage_model, stage == 0, stage == len(bounds) - 1, range(start, stop), fused_loss))
     return chunks
-
-
-def _shallow(model: Any) -> Any:
-    """The same parameters under new containers, down to the layer list."""
-    memo: dict[int, Any] = {}
-    lm = causal_lm(model)
-    for module in (*lm.model.layers, lm.model.embed_tokens, lm.model.norm, lm.lm_head, lm.model.rotary_emb):
-        memo[id(module)] = module
-    return copy.deepcopy(model, memo)
 
 
 # Attention inside documents: packed rows without a mask of tokens x tokens.

@@ -1,4 +1,4 @@
-"""Choose the layout and apply it to the model: TP, activation checkpointing, FSDP2/HSDP or DDP; pipelines.
+"""Apply the layout to the model: TP, activation checkpointing, FSDP2/HSDP or DDP; pipelines.
 
 Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDataParallel`,
 `torch.distributed.pipelining`. The order is torchtitan's: each step wraps the result of the step before.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,8 +30,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from contracts import trl
-from contracts.job_config import ConfigError, JobPlan, parse_layout, resolve_layout
 from contracts.layout import Layout
 from finetune.model import Chunk, causal_lm, cut
 from finetune.rows import Batch
@@ -41,30 +38,6 @@ COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 Fill = Callable[..., None]  # gives values to the parameters of a chunk, or of a module of it: weights.fill
-
-
-def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
-    """The layout to run: the plan's, or what its settings ask for; a contradiction between the two is refused."""
-    settings = plan.config.layout if plan.config else {}
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    if plan.layout is not None:
-        if plan.layout.world_size != world_size:
-            raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
-        for name, value in resolve_layout(settings, world_size, node).items():
-            planned = getattr(plan.layout, name)
-            if planned != value:
-                raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
-        return plan.layout
-    # without a plan one degree of data parallelism follows from the number of ranks: with hybrid_shard the replicas
-    is_hybrid = {"sharding", "dp_shard"} <= settings.keys()
-    spread = {"dp_shard": 1} if settings.get("sharding") == "ddp" else {} if is_hybrid else {"dp_replicate": 1}
-    resolved = resolve_layout({"tp": 1, "pp": 1, "cp": 1, "sharding": "zero3", **spread, **settings}, world_size, node)
-    resolved = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **resolved, "world_size": world_size}
-    if "sharding" not in settings.keys() & resolved.keys() and resolved["dp_shard"] == resolved["cp"] == 1:
-        resolved["sharding"] = "ddp"
-    if resolved["pp"] > 1:
-        resolved.setdefault("gradient_accumulation", resolved["pp"] * resolved.get("virtual_stages", 1))
-    return parse_layout(resolved, "layout")
 
 
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
@@ -145,17 +118,12 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     tokens = Shard(1) if sequence_parallel else Replicate()
     for layer in chunk.layers:
         plan: dict[str, Any] = {}
-        for parent in ("self_attn", "mlp"):
-            for name, module in getattr(layer, parent).named_children():
-                if name not in COLUMN + ROW:
-                    continue
-                adapted, path = hasattr(module, "base_layer"), f"{parent}.{name}"
-                base = f"{path}.base_layer" if adapted else path
-                plan[base] = ColwiseParallel() if name in COLUMN else RowwiseParallel(output_layouts=tokens)
-                if adapted and name in COLUMN:
-                    plan[f"{path}.lora_B.default"] = ColwiseParallel()
-                elif adapted:
-                    plan[f"{path}.lora_A.default"] = RowwiseParallel()
+        for path, module in layer.named_modules():
+            projection = next((name for name in path.split(".") if name in COLUMN + ROW), None)
+            whole_factor = "lora_A" if projection in COLUMN else "lora_B"
+            if projection and isinstance(module, nn.Linear) and whole_factor not in path:
+                by_column = projection in COLUMN
+                plan[path] = ColwiseParallel() if by_column else RowwiseParallel(output_layouts=tokens)
         for name in ("q_norm", "k_norm"):  # Qwen 3's run on this rank's heads: their gradients are summed over ranks
             norm = getattr(layer.self_attn, name, None)
             if norm is not None and norm.weight.requires_grad:

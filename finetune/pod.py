@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import signal
 import socket
@@ -51,7 +50,6 @@ _POLL_SECONDS = 0.05
 _LINE_BYTES = 4096
 _TAIL_BYTES = 65536  # of torchrun's output: its report of the failure is at the end
 _MAX_NCCL_BYTES = 16 << 20  # of each rank's log in the pod's: channels are at the beginning
-_SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,8 +460,9 @@ def find_output(words: Sequence[str]) -> Path | None:
     plan, config = (
         Path(words[words.index(option) + 1]) if option in words[:-1] else None for option in ("--plan", "--config")
     )
+    settings = [word for word in words if "=" in word and not word.startswith(("-", "/", "."))]
     try:
-        return Path(choose_plan(plan, config, [word for word in words if _SETTING.match(word)])[1].output_dir)
+        return Path(choose_plan(plan, config, settings)[1].output_dir)
     except (ConfigError, OSError, ValueError):
         return None
 

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import os
 import signal
+import statistics
 import sys
 import time
 from typing import Any
@@ -74,12 +75,10 @@ def _make_trainer(config: JobConfig, layout: Layout, run_recorder: recorder.Reco
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the run: {error}") from error
     trainer.remove_callback(transformers.PrinterCallback)
-    net, examples = trainer.model, trainer.train_dataset
-    lengths = [len(row["input_ids"]) for row in examples.take(1000)]
-    mean = sum(lengths) / len(lengths)
-    trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset.take(1000)]
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     run_recorder.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
-    run_recorder.record.data = {"name": config.dataset_name, "mean_tokens": mean}
+    run_recorder.record.data = {"name": config.dataset_name, "mean_tokens": statistics.fmean(lengths)}
     run_recorder.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
     run_recorder.write()
     return trainer

@@ -25,8 +25,8 @@ from contracts.job_config import ConfigError, EndedError, choose_plan
 from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
-from finetune.parallel import settle_layout
 from finetune.recorder import MemoryRanOutError, Recorder, is_out_of_memory
+from planner.stacks.exports import settle_layout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended: EndedError | None = None
     alone = False  # only this rank ends here; the others wait for it, perhaps in a collective, until torchrun ends them
     try:
-        layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
+        world = dist.get_world_size()
+        layout = settle_layout(plan, world, device.type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         plan = dataclasses.replace(plan, layout=layout)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.resolve_commits, config)))
@@ -65,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             sft_trl.train(config, layout, recorder)
         else:
-            trainer = Trainer(config, layout, recorder)
-            trainer.train()
-            export(trainer)
+            Trainer(config, layout, recorder).train()
     except EndedError as error:
         ended = error
     except OSError as error:
@@ -116,15 +115,6 @@ def join_ranks(folder: Path) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
-
-
-def export(trainer: Trainer) -> None:
-    """Adapter and merged model, or the whole model, from the last checkpoint."""
-    record, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
-    record.checkpoint = str(last)
-    write = partial(checkpoint.export, trainer.config, trainer.layout.precision, last, trainer.tokenizer)
-    for name, path in checkpoint.on_rank_zero(write).items():
-        setattr(record, name, path)
 
 
 if __name__ == "__main__":
