@@ -141,8 +141,8 @@ class Ranks:
             settings.log("measuring what the ranks will use, before they train")
         self._over = threading.Event()
         # a thread apart from the loop that answers the other pods: the folder's file server may not answer
-        earlier = frozenset(self._nccl_logs())
-        self._nccl = threading.Thread(target=self._copy_nccl, args=(earlier,), name="NCCL's log", daemon=True)
+        offsets = dict.fromkeys(self._nccl_logs(), _MAX_NCCL_BYTES + 1)  # of earlier starts: these are not copied
+        self._nccl = threading.Thread(target=self._copy_nccl, args=(offsets,), name="NCCL's log", daemon=True)
         self._nccl.start()
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb") as stream:
@@ -156,15 +156,14 @@ class Ranks:
                 self._tail = (self._tail + raw)[-_TAIL_BYTES:]
                 _write(raw)
 
-    def _copy_nccl(self, earlier: frozenset[Path]) -> None:
+    def _copy_nccl(self, offsets: dict[Path, int]) -> None:
         """Copy whole lines of this pod's NCCL logs, one file a rank, which the pod's log would not hold otherwise."""
-        offsets: dict[Path, int] = {}
         over = False
         while not over:
             over = self._over.wait(1.0)
             for path in self._nccl_logs():
                 offset = offsets.get(path, 0)
-                if path in earlier or offset > _MAX_NCCL_BYTES:
+                if offset > _MAX_NCCL_BYTES:
                     continue
                 with contextlib.suppress(OSError), path.open("rb") as stream:
                     stream.seek(offset)

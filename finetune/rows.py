@@ -495,15 +495,19 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
     """
     if config.tokenizer_name is not None:  # the model, which may be behind a gate, spells nothing then
         config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
-    rows = load_rows(config, config.dataset_train_split) if _is_here(config) else None
     try:
         config = replace(config, **hub.resolve_commits(config))
         tokenizer = load_tokenizer(config)
     except ConfigError as error:
-        if rows is None:
+        if not _is_here(config):
             raise
-        return {"rows": len(rows), "measured": 0, "histogram": [], "why": str(error)}
-    rows = rows or load_rows(config, config.dataset_train_split)
+        return {
+            "rows": len(load_rows(config, config.dataset_train_split)),
+            "measured": 0,
+            "histogram": [],
+            "why": str(error),
+        }
+    rows = load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
     uncut = replace(config, max_length=LONGEST)
     encoded = [encode_row(row, tokenizer, uncut) for row in picked]

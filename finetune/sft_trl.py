@@ -108,9 +108,6 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         settings["report_to"] = sorted(targets - missing) or "none"
     of_layout = make_trl_settings(layout)
     accumulation = of_layout.pop("accelerator_config", {}).get("gradient_accumulation_kwargs", {})
-    if "fsdp" in of_layout:  # it shards 4-bit weights only if they are stored in the type of its computation
-        storage = {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
-        of_layout["bnb_4bit_quant_storage"] = storage
     if max(layout.tp, layout.cp) > 1 or ("fsdp" in of_layout and layout.dp_replicate > 1):
         of_layout["parallelism_config"] = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp, cp_size=layout.cp

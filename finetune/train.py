@@ -103,15 +103,14 @@ def join_ranks(folder: Path) -> torch.device:
     The monitor, which writes into `folder`, starts before the ranks meet.
     """
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = bound = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # gloo too: checkpoints are agreed on over the CPU
     else:
-        device, backend = torch.device("cpu"), "gloo"
-    bound = device if device.type == "cuda" else None  # NCCL connects at once, and no barrier has to guess a GPU
+        device, bound, backend = torch.device("cpu"), None, "gloo"
     if "RANK" in os.environ:
         join = rank_monitor.starting(dist.init_process_group, folder)
-        join(backend, device_id=bound, timeout=checkpoint.WAIT)
+        join(backend, device_id=bound, timeout=checkpoint.WAIT)  # NCCL connects at once, and no barrier guesses a GPU
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device

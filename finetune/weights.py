@@ -109,8 +109,8 @@ def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within
                 continue
             parameter = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, parameter)
-            is_factor = _FACTOR.search(name)
-            place(p, _factor(name, p.shape, seed).__getitem__ if is_factor else partial(source.read, plain_name))
+            factor = _FACTOR.search(name)
+            place(p, _draw_factor(factor, seed, p.shape).__getitem__ if factor else partial(source.read, plain_name))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
@@ -133,13 +133,11 @@ def _quantise(p: Any, module: nn.Module, value: torch.Tensor, device: torch.devi
     module.weight = parameter
 
 
-def _factor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+def _draw_factor(match: re.Match[str], seed: int, shape: Sequence[int]) -> torch.Tensor:
     """PEFT's own start of a LoRA factor: A as a linear layer's weights, B zero; of embeddings A zero and B normal."""
-    match = _FACTOR.search(name)
-    embedding, letter = match.groups() if match else (None, "")
-    values = torch.zeros(*shape)
+    values, (embedding, letter) = torch.zeros(*shape), match.groups()
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(_derive_seed(seed, name))
+        torch.default_generator.manual_seed(_derive_seed(seed, match.string))
         if embedding and letter == "B":
             return values.normal_()
         return values if embedding or letter == "B" else nn.init.kaiming_uniform_(values, a=math.sqrt(5))

@@ -69,7 +69,8 @@ def make_trl_settings(layout: Layout) -> dict[str, Any]:
     """Return the settings of TRL's trainer that a layout decides, by name; the fine-tune job sets them too."""
     import yaml
 
-    settings: dict[str, Any] = yaml.safe_load(render("trl_layout.yaml", layout=layout, sharded=is_sharded(layout)))
+    text = render("trl_layout.yaml", layout=layout, sharded=is_sharded(layout), four_bit=True)
+    settings: dict[str, Any] = yaml.safe_load(text)
     return settings
 
 

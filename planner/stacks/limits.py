@@ -16,9 +16,10 @@ Broken = Iterator[tuple[str, str]]  # names of rules, and their reasons
 
 def list_limits(engine: Engine, model: ModelSpec, train: TrainSpec, layout: Layout) -> list[str]:
     """Return all reasons why an engine cannot run a layout of a model, on a GPU of any kind."""
-    lacks = explain_lack(engine, model, train, layout, has_gpu=True)
     broken = [*check_split(engine, model, layout), *check_weights(engine, model, train)]
-    return [lacks] * bool(lacks) + [reason for _, reason in (*broken, *check_stages(engine, model, layout))]
+    reasons = [reason for _, reason in (*broken, *check_stages(engine, model, layout))]
+    lacks = explain_lack(engine, model, train, layout, has_gpu=True)
+    return [lacks, *reasons] if lacks else reasons
 
 
 def check_split(engine: Engine, model: ModelSpec, layout: Layout) -> Broken:
