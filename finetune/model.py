@@ -289,7 +289,7 @@ def attend(
 def _supports_varlen(query: torch.Tensor) -> bool:
     """Return whether flash attention supports the query: an Ampere or later GPU, 16 bits, heads of at most 256."""
     fits = query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256
-    return fits and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return bool(fits and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, attend)

@@ -501,12 +501,8 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
     except ConfigError as error:
         if not _is_here(config):
             raise
-        return {
-            "rows": len(load_rows(config, config.dataset_train_split)),
-            "measured": 0,
-            "histogram": [],
-            "why": str(error),
-        }
+        count = len(load_rows(config, config.dataset_train_split))
+        return {"rows": count, "measured": 0, "histogram": [], "why": str(error)}
     rows = load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
     uncut = replace(config, max_length=LONGEST)

@@ -135,7 +135,8 @@ def _quantise(p: Any, module: nn.Module, value: torch.Tensor, device: torch.devi
 
 def _draw_factor(match: re.Match[str], seed: int, shape: Sequence[int]) -> torch.Tensor:
     """PEFT's own start of a LoRA factor: A as a linear layer's weights, B zero; of embeddings A zero and B normal."""
-    values, (embedding, letter) = torch.zeros(*shape), match.groups()
+    embedding, letter = match.groups()
+    values = torch.zeros(*shape)
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(_derive_seed(seed, match.string))
         if embedding and letter == "B":
