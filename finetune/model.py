@@ -53,8 +53,6 @@ def build_model(
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     name = config.model_name_or_path
-    if config.load_in_4bit:
-        _check_four_bit(note)
     if config.attn_implementation == "flash_attention_2":
         note("attn_implementation: flash_attention_2: torch's own flash attention is used")
     kernel = "eager" if config.attn_implementation == "eager" else BY_DOCUMENT
@@ -77,7 +75,7 @@ def build_model(
     model.tie_weights()  # on meta each of two tied modules has made its own
     model.config.use_cache = False
     if config.load_in_4bit:
-        _into_four_bit(model, precision)
+        _into_four_bit(model, precision, note)
     return _add_lora(model, config) if config.use_peft else model
 
 
@@ -108,18 +106,15 @@ def _load(name: str, load: Callable[..., Any], *arguments: Any, **options: Any) 
         return load(*arguments, trust_remote_code=False, **options)
 
 
-def _check_four_bit(note: Callable[[str], None]) -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
-    if not torch.cuda.is_available():
-        note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
-
-
-def _into_four_bit(model: Any, precision: str) -> None:
+def _into_four_bit(model: Any, precision: str, note: Callable[[str], None]) -> None:
     """Linear layers, but for the head, become those of bitsandbytes; `weights.fill` quantises."""
     from transformers import BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
 
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
+    if not torch.cuda.is_available():
+        note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
     # Stored in 16 bits, which FSDP gathers as they are in fp32 and in bf16: a cast would be another weight.
     quantiser = AutoHfQuantizer.from_config(
         BitsAndBytesConfig(
@@ -234,12 +229,11 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
 def cut(model: Any, bounds: Sequence[tuple[int, int]], stages: Sequence[int], fused_loss: bool) -> list[Chunk]:
     """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `stages` those to keep."""
     # Of several chunks each has a copy of the model on meta; layers that no chunk keeps are freed with it.
-    chunks = []
-    for stage in stages:
-        stage_model = copy.deepcopy(model) if len(stages) > 1 else model
-        start, stop = bounds[stage]
-        chunks.append(Chunk(stage_model, stage == 0, stage == len(bounds) - 1, range(start, stop), fused_loss))
-    return chunks
+    models = [copy.deepcopy(model) for _ in stages] if len(stages) > 1 else [model]
+    return [
+        Chunk(each, stage == 0, stage == len(bounds) - 1, range(*bounds[stage]), fused_loss)
+        for stage, each in zip(stages, models, strict=True)
+    ]
 
 
 # Attention inside documents: packed rows without a mask of tokens x tokens.

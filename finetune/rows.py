@@ -129,8 +129,14 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     import datasets
     import pyarrow.parquet
 
-    kind, number = get_reader(path), 0
+    kind, number, size = get_reader(path), 0, path.stat().st_size
     options: dict[str, Any] = {}
+    if kind != "parquet" and not size:
+        return
+    if kind == "json" and size > MAX_BYTES:
+        with path.open("rb") as file:
+            if file.read(1) == b"[":  # `datasets` reads a list whole, which takes twelve times its bytes
+                raise ConfigError(f"{path}: a JSON list of more than {MAX_BYTES >> 30} GiB: write JSON lines")
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its lines say less than the ConfigError
     try:
         if kind == "csv":  # every cell is text, also "2" and "NA"
@@ -142,21 +148,12 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             names = pyarrow.parquet.read_schema(path).names
             columns = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
             options = {"columns": columns or None, "batch_size": BATCH}
-        size = path.stat().st_size
-        if kind != "parquet" and not size:
-            return
-        if kind == "json" and size > MAX_BYTES:
-            with path.open("rb") as file:
-                if file.read(1) == b"[":  # `datasets` reads a list whole, which takes twelve times its bytes
-                    raise ConfigError(f"{path}: a JSON list of more than {MAX_BYTES >> 30} GiB: write JSON lines")
         with TemporaryDirectory() as cache:
             rows = datasets.load_dataset(
                 kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options
             )
             for number, members in enumerate(rows, 1):
                 yield Row(str(path), number, _without_nulls(members))
-    except ConfigError:
-        raise
     except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
         raise unreadable(f"{path}: not {kind}, after row {number}", error) from error
 
