@@ -228,12 +228,13 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
 
 def cut(model: Any, bounds: Sequence[tuple[int, int]], stages: Sequence[int], fused_loss: bool) -> list[Chunk]:
     """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `stages` those to keep."""
-    # Of several chunks each has a copy of the model on meta; layers that no chunk keeps are freed with it.
-    models = [copy.deepcopy(model) for _ in stages] if len(stages) > 1 else [model]
-    return [
-        Chunk(each, stage == 0, stage == len(bounds) - 1, range(*bounds[stage]), fused_loss)
-        for stage, each in zip(stages, models, strict=True)
-    ]
+    # Of several chunks each has a copy of the modules with the same parameters; what no chunk keeps is freed.
+    chunks = []
+    for stage in stages:
+        parameters = {id(p): p for p in model.parameters()}
+        each = copy.deepcopy(model, parameters) if len(stages) > 1 else model
+        chunks.append(Chunk(each, stage == 0, stage == len(bounds) - 1, range(*bounds[stage]), fused_loss))
+    return chunks
 
 
 # Attention inside documents: packed rows without a mask of tokens x tokens.

@@ -254,7 +254,6 @@ def observe(trainer: _Trainer) -> EffectiveLayout:
     )
     return EffectiveLayout(
         **verify.observe_modules([model], dict(model.named_parameters()), trainer.device, cp),
-        pp=1, stage_layers=[layers],
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        checkpointed_layers=layers if recomputes else 0,
+        pp=1, stage_layers=[layers], checkpointed_layers=layers if recomputes else 0,
     )  # fmt: skip
