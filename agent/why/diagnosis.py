@@ -303,7 +303,7 @@ _ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted"
 
 # A cause of `why`, and the problem of the log that says less about the same lines.
 _MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch",
-               "rank.gone": "job_failed"}  # fmt: skip
+               "rank.gone": "job_failed", "rank.behind": "barrier_timeout"}  # fmt: skip
 _OF_NODE = ("node_failed", "gpu_xid", "gpu_hardware_error", "gpu_pcie_error", "pcie_error", "fabric_manager_not_ready")
 
 

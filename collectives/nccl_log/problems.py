@@ -157,8 +157,8 @@ class _Findings:
         rows = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
         named = {"NCCL": facts.versions, "provider": facts.providers, "GPUDirect RDMA": (w for _, w in facts.gdr_words)}
         text = "\n".join((*rows, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
-        case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
-        return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
+        case = next((case for case in meaning.cases if (match := re.search(case["seen"], text))), {})
+        return {"action": meaning.action} | {k: match.expand(v) for k, v in case.items() if match and k != "seen"}
 
     def add_code(self, code: str) -> None:
         """Add a code of messages, in the words of the provider that libfabric chose."""

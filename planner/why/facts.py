@@ -368,6 +368,8 @@ class RunFacts:
     def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
         """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
         row = _WORDS["cause"][key]
+        if row["code"] == "rank.behind":  # their hosts may be at fault
+            fields["nodes"] = tuple(sorted({host for rank in fields["ranks"] if (host := self.host(rank))}))
         verdict = self.verdict(state or row.get("state", "failed"), make_cause(key, **fields), waiting=waiting)
         return replace(verdict, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else verdict
 
