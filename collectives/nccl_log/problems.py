@@ -111,9 +111,9 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity == "fail"]
     outcome = "finished" if ledger.facts.finished else "unknown"
     outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
-    named = sorted({rank for problem in (*ranked, *findings.notes) for rank in problem.ranks})
-    places = ledger.hosts_of(Writer(rank=rank) for rank in named)
-    hosts = {rank: host for rank, host in zip(named, places, strict=True) if host}
+    placed = sorted(ledger.facts.rank_places.keys() | {rank for rank, _ in ledger.rank_hosts}) if ranked else []
+    places = ledger.hosts_of(Writer(rank=rank) for rank in placed)
+    hosts = {rank: host for rank, host in zip(placed, places, strict=True) if host}
     return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome, rank_hosts=hosts)
 
 
