@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.base import units
+from agent.base import raise_as, units
 from agent.base.options import RequestError, parse_version, read_snapshots
 from contracts.finding import Finding
 from contracts.job_config import ConfigError, parse_layout_text, read_mapping
@@ -109,10 +109,8 @@ class Request:
             return self.shape
         path = Path(self.model)
         if self.allow_files and (path.suffix == ".json" or os.path.isdir(path)):
-            try:
+            with raise_as(RequestError, models.ModelError, "--model "):
                 return models.read_model_file(path)
-            except models.ModelError as error:
-                raise RequestError(f"--model {error}") from None
         return models.model_named(self.model)
 
     def required_model(self) -> ModelSpec:
@@ -145,10 +143,8 @@ class Request:
             return ()
         from collectives.bench.results import read_result
 
-        try:
+        with raise_as(RequestError, (OSError, ValueError), f"--bench {self.bench_file}: "):
             return read_result(self.bench_file).measurements
-        except (OSError, ValueError) as error:
-            raise RequestError(f"--bench {self.bench_file}: {error}") from None
 
     def measured_layout(self) -> MeasuredStep | None:
         """Return the measured step given in the request. Raises ConfigError if its layout is invalid."""
@@ -202,10 +198,8 @@ def parse_histogram(text: str | None) -> tuple[tuple[int, int], ...]:
         if not (length.isdecimal() and count.isdecimal() and len(length) < 8 and len(count) < 12):
             raise RequestError(f"lengths={word!r}: must be TOKENS:ROWS, both whole numbers")
         rows.append((int(length), int(count)))
-    try:
+    with raise_as(RequestError, PlanError):
         return check_histogram(tuple(sorted(rows)))
-    except PlanError as error:
-        raise RequestError(str(error)) from None
 
 
 _MAX_PRICE = 1e9
@@ -217,18 +211,14 @@ def read_prices(text: str, *, files: bool) -> float | dict[str, float]:
         return _check_price("price", float(text))
     if not files:
         raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
-    try:
+    with raise_as(RequestError, ConfigError, "--price "):
         raw = read_mapping(Path(text), once=True)
-    except ConfigError as error:
-        raise RequestError(f"--price {error}") from None
     prices = {}
     for name, value in raw.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RequestError(f"--price {text}: {name}: must be a number, of a node-hour")
-        try:
+        with raise_as(RequestError, machines.MachineError, f"--price {text}: "):
             prices[machines.machine(str(name)).name] = _check_price(str(name), float(value))
-        except machines.MachineError as error:
-            raise RequestError(f"--price {text}: {error}") from None
     return prices
 
 
@@ -299,15 +289,13 @@ def advise(
 
         checks = build_view(snapshots).checks
     measurements = request.measurements() if measurements is None else measurements
-    try:
+    with raise_as(RequestError, PLAN_ERRORS):
         if request.calibration and calibration is None:
             calibration = load_calibration(request.calibration)
         return advise_cluster(
             request, request.cluster(snapshots), snapshots, measurements=measurements, calibration=calibration,
             checks=checks,
         )  # fmt: skip
-    except PLAN_ERRORS as error:
-        raise RequestError(str(error)) from None
 
 
 def advise_view(view: View, request: Request) -> Recommendation:
@@ -460,10 +448,8 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     if advice.model is None:
         raise RequestError(f"format {form}: requires a model, because it exports a layout")
     world = advice.chosen.layout.world_size if advice.chosen else nodes
-    try:
+    with raise_as(RequestError, ExportError):
         return exports.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
-    except ExportError as error:
-        raise RequestError(str(error)) from None
 
 
 POD_ROLES = {"pod-default", "secondary", "loopback"}  # roles of interfaces in a pod's network namespace
@@ -529,7 +515,7 @@ def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierP
     if len(names) * len(nodes) * len(networks) > MAX_POINTS:
         count = f"{len(names)} machines x {len(nodes)} numbers of nodes x {len(networks)} networks"
         raise RequestError(f"sweep: {count} are more than {MAX_POINTS} points")
-    try:
+    with raise_as(RequestError, PLAN_ERRORS):
         if train.global_batch is None:  # all points need the same batch, otherwise they would be different jobs
             sizes = [machines.cluster(name, max(nodes), gpus_per_node=request.ranks_per_node) for name in names]
             largest = max(sizes, key=lambda cluster: cluster.world_size)
@@ -538,8 +524,6 @@ def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierP
             names, nodes, networks, model, train, tokens=count_tokens(request, train), prices=prices,
             transport=request.transport, gpus_per_node=request.ranks_per_node,
         )  # fmt: skip
-    except PLAN_ERRORS as error:
-        raise RequestError(str(error)) from None
 
 
 def count_tokens(request: Request, train: TrainSpec) -> float:

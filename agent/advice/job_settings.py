@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.base import raise_as
 from agent.base.options import InputError, RequestError, split_pair
 from contracts import bounded, plain
 from contracts.job_config import (
@@ -64,15 +65,11 @@ def read_settings(request: Request, trainer: str = OURS) -> JobSettings:
     for word in request.overrides:
         split_pair("--set", word)
     option = f"--config {request.config}{' with --set' * bool(request.overrides)}:" if request.config else "--set"
-    try:
+    with raise_as(RequestError, ConfigError, "--config "):
         raw = read_file(request.config) if request.config is not None else {}
-    except ConfigError as error:
-        raise RequestError(f"--config {error}") from None
-    try:
+    with raise_as(RequestError, ConfigError, f"{option} "):
         settings = parse_config(with_overrides(raw, request.overrides), by_trl=trainer != OURS)
         dump_plan(JobPlan(config=settings.config))  # reject settings that no rank could read before any rank starts
-    except ConfigError as error:
-        raise RequestError(f"{option} {error}") from None
     if trainer != OURS:
         settings.explicit.update({name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)})
     return settings

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.base import EXIT_FAILED, EXIT_USAGE
+from agent.base import EXIT_FAILED, EXIT_USAGE, raise_as
 from agent.base.output import explain_unwritable, print_text
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
@@ -127,12 +127,10 @@ def replay_recordings(
     snapshots: list[Snapshot] = []
     paths: list[Path] = []
     for path in _list_recordings(hosts):
-        try:
+        with raise_as(InputError, (OSError, RecordingError)):
             if not (stop and stop.is_set()):
                 snapshots += replay(path, probes, stop)
                 paths += [path] * (len(snapshots) - len(paths))
-        except (OSError, RecordingError) as error:
-            raise InputError(str(error)) from None
     return make_names_distinct(snapshots, paths)
 
 

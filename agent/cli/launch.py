@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base import EXIT_FAILED, EXIT_PASS
+from agent.base import EXIT_FAILED, EXIT_PASS, raise_as
 from agent.base.options import (
     InputError,
     NothingFitsError,
@@ -198,10 +198,8 @@ def _launch_script(script: Path, arguments: Sequence[str], options: LaunchOption
     from agent.terminal import measured
     from contracts.bounded import open_regular
 
-    try:
+    with raise_as(InputError, OSError, f"--script {script}: "):
         open_regular(script).close()
-    except OSError as error:
-        raise InputError(f"--script {script}: {error.strerror}") from None
     folder, snapshots = options.folder or Path("script-output"), options.request.read_hosts()
     plan = trainer.build_plan(script, arguments, snapshots, options, folder)
     if options.dry_run:
@@ -273,10 +271,8 @@ def run(command: tuple[str, ...], folder: Path) -> None:
     """Replace this process by the command, in an environment that starts the rank monitor."""
     from agent.jobs.script import add_monitor
 
-    try:
+    with raise_as(click.UsageError, OSError, f"{command[0]}: "):
         os.execvpe(command[0], command, add_monitor(os.environ, folder))  # noqa: S606 - the user's own command
-    except OSError as error:
-        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
 
 
 @command("wrap")
@@ -293,10 +289,8 @@ def wrap(
     if in_place and source == "-":
         raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
     raw = read_input(source, _MANIFEST_BYTES, hint="; give the job's manifest alone")
-    try:
+    with raise_as(InputError, UnicodeDecodeError, f"{describe_source(source)}: not UTF-8: "):
         text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{describe_source(source)}: not UTF-8: {error}") from None
     request = Request(hosts=hosts, root=root, machine=machine, config=config)
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
     options |= {} if is_script else {"monitor": monitor}  # a script always has the monitor

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, units
+from agent.base import EXIT_FAILED, EXIT_PASS, EXIT_UNKNOWN, raise_as, units
 from agent.base.options import InputError, command, parse_version, read_input, replay_recordings
 from agent.base.output import console, print_text, render
 from contracts.finding import Finding
@@ -100,10 +100,8 @@ def lint_text(
     checked.
     """
     found_version = parse_version(nccl_version)
-    try:
+    with raise_as(InputError, EnvironmentTextError, f"{name or 'the text'}: "):
         reading = read_text(text, None if kind == "auto" else kind, name)
-    except EnvironmentTextError as error:
-        raise InputError(f"{name or 'the text'}: {error}") from None
     printed = re.search(r"\bNCCL version (\d+\.\d+\.\d+)", text) if reading.form == "NCCL log" else None
     found_version = found_version or (parse_version(printed[1]) if printed else None)
     if not reading.names() and not reading.unreached and reading.form != "process":

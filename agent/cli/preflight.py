@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agent.base import raise_as
 from agent.base.options import command, require_writable
 from agent.base.output import Progress, console, print_text, render, save_document, write_result
 from contracts.plain import printable
@@ -44,10 +45,8 @@ def preflight(
     if folder is not None:
         from agent.pages import render_report
 
-        try:
+        with raise_as(click.ClickException, OSError, f"--report {folder}: "):
             written = write_folder(report, folder, render_report(report))
-        except OSError as error:
-            raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         print_text(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.base import units
+from agent.base import raise_as, units
 from agent.base.options import NothingFitsError, RequestError, command
 from agent.base.output import emit, print_notes, print_text
 from agent.base.question import most
@@ -131,7 +131,7 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
     from planner.forecast.calibration import load_calibration
     from planner.recommend import compare, estimate_difference, forecast_named, plan, scaled, unjudged
 
-    try:
+    with raise_as(RequestError, PLAN_ERRORS):
         model = request.required_model()
         cluster = request.cluster(snapshots)
         if reason := unjudged(cluster):
@@ -142,8 +142,6 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
         if step := request.measured_layout():
             planned = scaled(planned, step)
         first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
-    except PLAN_ERRORS as error:
-        raise RequestError(str(error)) from None
     rows = compare(first, second)
 
     def show(out: Console) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from agent.advice.advise import Request
-from agent.base import units
+from agent.base import raise_as, units
 from agent.base.options import read_snapshots
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
@@ -130,11 +130,9 @@ def measure(spec: BenchSpec, progress: Progress, stop: threading.Event) -> Bench
     """
     ranks, seconds = units.count(spec.ranks_per_host, "rank"), units.seconds(spec.budget_seconds)
     progress.step(f"measure: {', '.join(spec.ops)} with {ranks}, up to {seconds}")
-    try:
-        with stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop) as (_, signals):
-            result = run(spec, make_event_printer(progress.note), stop)
-    except (RuntimeError, OSError) as error:
-        raise BenchmarkError(str(error)) from None
+    stopping = stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop)
+    with raise_as(BenchmarkError, (RuntimeError, OSError)), stopping as (_, signals):
+        result = run(spec, make_event_printer(progress.note), stop)
     if signals:  # also a signal received after the last measurement
         result = replace(result, stopped_by=signals[0])
     save_benchmark_result(result)
@@ -159,10 +157,8 @@ def calibrate_host(
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if train.method == "full" else "lora",
         threads=threads, budget_seconds=budget_seconds,
     )  # fmt: skip
-    try:
+    with raise_as(BenchmarkError, (RuntimeError, OSError)):
         return parse_calibration(calibrate(spec, stop=stop))
-    except (RuntimeError, OSError) as error:
-        raise BenchmarkError(str(error)) from None
 
 
 # The expected bandwidth of a result: the bars of agent.checks.measured, from the links that the ranks report.
