@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.advice.advise import EMBEDDED_MODEL, advise
+from agent.advice.request import Request
 from agent.base import raise_as
 from agent.base.options import InputError, RequestError, split_pair
 from contracts import bounded, plain

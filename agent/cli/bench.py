@@ -166,7 +166,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 @command("calibrate")
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.jobs.benchmark import calibrate_host, count_default_ranks, list_gpus
     from probes.registry import ALL
 

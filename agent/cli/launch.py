@@ -282,7 +282,7 @@ def wrap(
     config: Path | None, monitor: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Read the file, print the changes, and write them if requested."""
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.jobs.script import wrap_manifest
     from agent.jobs.slurm import add_to_script
 

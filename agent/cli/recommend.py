@@ -18,7 +18,7 @@ from agent.base.question import most
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from planner.advice import Recommendation
     from probes.api import Snapshot
 
@@ -29,7 +29,8 @@ def recommend(
     list_exports: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Ask the planner and print the answer in the requested format."""
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, adapt_to_pods, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, adapt_to_pods, advise, export
+    from agent.advice.request import Request
     from planner.forecast.models import KNOWN
 
     if list_exports or options["model"] == "list":

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agent.advice import advise
+from agent.advice.request import Request as AdviceRequest
 from agent.base import log_to_stderr, output
 from agent.base.options import RequestError
 from agent.base.question import model as question_model
@@ -267,7 +268,7 @@ class WorkerData:
 
 def recommendations(data: WorkerData, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
     """Return environment and layout of this node, as JSON or as an export."""
-    request = advise.Request.of(**dict(options), allow_files=False)
+    request = AdviceRequest.of(**dict(options), allow_files=False)
     advice = advise.advise_view(data.view, request)
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=request.nodes or 1).encode(), media_type="text/plain")
@@ -315,11 +316,11 @@ _FUNCTIONS: tuple[Callable[..., Answer], ...] = (recommendations, what_if, nodes
 QUESTIONS = {function.__name__: function for function in _FUNCTIONS}
 
 
-def read_form(form: Mapping[str, str]) -> advise.Request:
+def read_form(form: Mapping[str, str]) -> AdviceRequest:
     """Parse a form; an empty field counts as omitted. Raises RequestError that names an invalid field."""
     values = {name: text.strip() for name, text in form.items() if text.strip()}
     try:
-        return advise.Request.of(**dict(question_model().model_validate(values)), allow_files=False)
+        return AdviceRequest.of(**dict(question_model().model_validate(values)), allow_files=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name, allowed = str(first["loc"][0]), re.sub("^(Input|String) should", "must", first["msg"])

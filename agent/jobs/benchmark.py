@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base import raise_as, units
 from agent.base.options import read_snapshots
 from agent.base.output import Progress

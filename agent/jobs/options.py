@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.advice.advise import Request, advise, with_fsdp
+from agent.advice.advise import advise, with_fsdp
 from agent.advice.job_plan import build_job_plan, estimate_grace
 from agent.advice.job_settings import build_job_request, read_settings
+from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic

@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request, adapt_to_pods, advise
+from agent.advice.advise import adapt_to_pods, advise
 from agent.advice.job_plan import estimate_grace, run_forecast
 from agent.advice.job_settings import add_job_settings, look_up_shape
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.codes import ALL_CODES

@@ -12,8 +12,9 @@ from rigs.command import topoflight
 from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, advise, advise_cluster, read_prices
+from agent.advice.advise import advise, advise_cluster
 from agent.advice.job_settings import with_rows
+from agent.advice.request import Request, read_prices
 from agent.base import question
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
@@ -154,7 +155,7 @@ def test_the_question_is_declared_once() -> None:
     """Each row of question.toml is a member of the question, an option of the verb and a field of HTTP's model."""
     members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
     unused = question.fields().keys() - members
-    assert not unused, f"{unused}: add a member to Request (agent/advice/advise.py) or to TrainSpec"
+    assert not unused, f"{unused}: add a member to Request (agent/advice/request.py) or to TrainSpec"
     options = recommend.make_context("recommend", []).params | {"transport": None}  # by --rdma and --tcp
     missing = question.fields().keys() - options.keys()
     assert not missing, f"{missing}: add a table to agent/base/verbs/recommend.toml"

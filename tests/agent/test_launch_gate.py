@@ -13,9 +13,10 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.advice.advise import EMBEDDED_MODEL, advise
 from agent.advice.job_plan import build_job_plan, explain_gdrdma, explain_untrainable
 from agent.advice.job_settings import build_job_request
+from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
 from agent.checks.view import build_view

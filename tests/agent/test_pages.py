@@ -15,7 +15,8 @@ from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.advise import EMBEDDED_MODEL, Request
+from agent.advice.advise import EMBEDDED_MODEL
+from agent.advice.request import Request
 from agent.base import question, units
 from agent.base.options import RequestError, make_names_distinct
 from agent.checks.verdict import judge

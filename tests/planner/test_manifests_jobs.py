@@ -12,8 +12,9 @@ from rigs.pods import launched, templates
 from rigs.recorded import changed, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, adapt_to_pods, advise
+from agent.advice.advise import adapt_to_pods, advise
 from agent.advice.job_plan import build_job_plan
+from agent.advice.request import Request
 from agent.base.options import _rows
 from agent.cli.bench import compare_networks
 from agent.cli.launch import launch
