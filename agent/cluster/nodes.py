@@ -420,15 +420,13 @@ _SILENT, _VERDICT, _UNREADY, _CORDONED = CLUSTER_CODES
 
 
 def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> dict[str, list[Finding]]:
-    """Return the selected nodes, those of `selector` with findings. Raises ApiError, or GateError if there are none."""
+    """Return the selected nodes, those of `selector` with findings. Raises ApiError, or GateError without any."""
     selected: dict[str, list[Finding]] = {name: [] for name in names}
     if selector:
         labelled = client.items(make_path("v1", "nodes"), {"labelSelector": selector})
         selected |= {item["metadata"]["name"]: _check_node_object(item) for item in labelled}
-    if not selected:  # an empty variable of a pipeline
-        raise GateError(
-            f"--selector {selector}: no node has these labels" if selector else "--nodes or --selector is empty"
-        )
+    if not selected:
+        raise GateError(f"--selector {selector}: no node has these labels")
     return selected
 
 
