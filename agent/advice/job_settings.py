@@ -110,9 +110,9 @@ def add_job_settings(request: Request, settings: JobSettings) -> Request:
 # The request for a job.
 
 
-def build_job_request(request: Request) -> Request:
+def build_job_request(request: Request, settings: JobSettings | None = None) -> Request:
     """Return the request for a job; the model is that of the request, else of the settings, else the embedded job."""
-    settings = read_settings(request, request.train.engine)
+    settings = settings or read_settings(request, request.train.engine)
     if request.model is None:
         name = str(settings.explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
@@ -159,7 +159,7 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
 def complete_request(request: Request) -> Request:
     """Return the request for a job with the rows of its data and its length: steps, else epochs if rows are known."""
     settings = read_settings(request, request.train.engine)
-    request = with_rows(build_job_request(request), settings.explicit)
+    request = with_rows(build_job_request(request, settings), settings.explicit)
     if settings.config.max_steps:
         return request.changed(steps=settings.config.max_steps)
     return request if request.count_rows() is None else replace(request, epochs=settings.config.num_train_epochs)

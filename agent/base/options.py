@@ -127,10 +127,11 @@ def replay_recordings(
     snapshots: list[Snapshot] = []
     paths: list[Path] = []
     for path in _list_recordings(hosts):
+        if stop and stop.is_set():
+            break
         with raise_as(InputError, (OSError, RecordingError)):
-            if not (stop and stop.is_set()):
-                snapshots += replay(path, probes, stop)
-                paths += [path] * (len(snapshots) - len(paths))
+            snapshots += replay(path, probes, stop)
+        paths += [path] * (len(snapshots) - len(paths))
     return make_names_distinct(snapshots, paths)
 
 

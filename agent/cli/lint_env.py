@@ -66,12 +66,10 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
 
 def read_process_environment(pid: str) -> str:
     """Return the environment of a running process from /proc."""
-    try:
-        return Path(f"/proc/{int(pid)}/environ").read_bytes().decode("utf-8", errors="replace")
-    except ValueError:
-        raise click.UsageError(f"{pid}: must be a process id") from None
-    except OSError as error:
-        raise InputError(f"process {pid}: {error.strerror}") from None
+    if not pid.isdecimal():
+        raise click.UsageError(f"{pid}: must be a process id")
+    with raise_as(InputError, OSError, f"process {pid}: "):
+        return Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", errors="replace")
 
 
 class LintResult(NamedTuple):

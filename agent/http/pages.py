@@ -152,7 +152,7 @@ def _compare_families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -
 
 
 environment().globals.update(
-    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.describe_changes,
+    field=lambda name: question.ROWS[question.FIELDS[name]], most=question.most, changed=history.describe_changes,
     exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summarise,
     search_picture=lambda result: Markup(search.draw_pairs(result)),  # noqa: S704 - escaped there
 )  # fmt: skip

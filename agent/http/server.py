@@ -469,7 +469,7 @@ def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, render
             raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
         if query.method == "full" and "lora_rank" in query.model_fields_set:
             raise ProblemError(400, "lora_rank and method=full cannot be combined")
-        options = tuple((name, getattr(query, name)) for name in question.fields())
+        options = tuple((name, getattr(query, name)) for name in question.FIELDS)
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 

@@ -279,14 +279,12 @@ def what_if(data: WorkerData, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
     from agent.http import pages
 
-    form, view = dict(fields), data.view
-    if not form.get("model"):
-        return make_page(pages.render_what_if_page(view, form, None, ""))
+    form, advice, refusal = dict(fields), None, ""
     try:
-        advice = advise.advise_view(view, read_form(form))
-        return make_page(pages.render_what_if_page(view, form, advice, ""))
+        advice = advise.advise_view(data.view, read_form(form)) if form.get("model") else None
     except RequestError as error:
-        return make_page(pages.render_what_if_page(view, form, None, str(error)), 400)
+        refusal = str(error)
+    return make_page(pages.render_what_if_page(data.view, form, advice, refusal), 400 if refusal else 200)
 
 
 def nodes(data: WorkerData, *, source: str, interval: float) -> Answer:

@@ -211,10 +211,9 @@ def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[s
 
 def _read_links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
     """Return the links that a host's first rank reported."""
-    try:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
         return plain.read((row.get("links") or {})[name], Paths)
-    except (KeyError, TypeError, ValueError):
-        return None
+    return None
 
 
 def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:

@@ -126,10 +126,9 @@ def _choose_python() -> str:
 
 
 def _read_text(name: str) -> str | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return bounded.read_text(Path(name), _LIMIT_BYTES)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def train(

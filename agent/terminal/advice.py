@@ -85,12 +85,10 @@ def _print_title(out: Console, advice: Recommendation, ranked: RankedLayout) -> 
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:
-    for line in describe_cost_of_faults(advice):
-        print_bullet(out, "!", escape(line))
-    for help_ in advice.helps_most:
-        print_bullet(out, "→", escape(help_))
-    for unknown in advice.unknowns:
-        print_bullet(out, "?", escape(unknown))
+    remarks = {"!": describe_cost_of_faults(advice), "→": advice.helps_most, "?": advice.unknowns}
+    for glyph, lines in remarks.items():
+        for line in lines:
+            print_bullet(out, glyph, escape(line))
 
 
 def parts_grid(layouts: Sequence[RankedLayout]) -> Grid:

@@ -212,7 +212,7 @@ def test_the_form_allows_what_the_question_allows() -> None:
             question.model().model_validate({name: str(int(most) + 1)})
     for name in ("method", "transport"):
         shown = re.search(rf'<select name="{name}">(.*?)</select>', html)
-        assert shown and re.findall(r"<option[^>]*>(\w+)<", shown[1]) == question.rows()[f"--{name}"]["choices"]
+        assert shown and re.findall(r"<option[^>]*>(\w+)<", shown[1]) == question.ROWS[f"--{name}"]["choices"]
 
 
 def test_run_time_and_cost_have_fields_and_the_page_names_them() -> None:
