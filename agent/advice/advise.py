@@ -40,6 +40,7 @@ texts = read_texts(__file__, "texts.toml")
 PLAN_ERRORS = (PlanError, LayoutError, ConfigError)  # of a request that the planner cannot answer
 # The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
 EMBEDDED_MODEL = "tiny-llama"
+_ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 _MAX_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
 
@@ -60,9 +61,6 @@ def with_budget(advice: Recommendation, request: Request, nodes: int) -> Recomme
     duration = advice.chosen.forecast.step_seconds.scaled(steps)
     cost = None if price is None else duration.scaled(price * nodes / 3600.0)
     return replace(advice, total_steps=steps, total_seconds=duration, total_cost=cost)
-
-
-_ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 
 
 def _count_steps(request: Request, ranked: RankedLayout) -> int | None:
@@ -264,9 +262,6 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
         return exports.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))
 
 
-POD_ROLES = {"pod-default", "secondary", "loopback"}  # roles of interfaces in a pod's network namespace
-
-
 def adapt_to_pods(
     advice: Recommendation, snapshots: Sequence[Snapshot], *, here: bool
 ) -> tuple[Recommendation, list[str]]:
@@ -281,7 +276,7 @@ def adapt_to_pods(
             facts = snapshot.facts(InterfacesFacts)
             for link in facts.interfaces if facts else ():
                 roles.setdefault(link.name, set()).add(link.role)
-    inside = {name for name, its_roles in roles.items() if its_roles <= POD_ROLES}
+    inside = {name for name, its_roles in roles.items() if its_roles <= {"pod-default", "secondary", "loopback"}}
     secondary = any("secondary" in roles[name] for name in inside)
     source = "this machine" if here else ", ".join(snapshot.hostname for snapshot in snapshots[:2])
     settings, notes = [], []

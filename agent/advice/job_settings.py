@@ -24,15 +24,7 @@ from agent.advice.request import Request
 from agent.base import raise_as
 from agent.base.options import InputError, RequestError, split_pair
 from contracts import bounded, plain
-from contracts.job_config import (
-    ConfigError,
-    JobPlan,
-    JobSettings,
-    dump_plan,
-    parse_config,
-    read_file,
-    with_overrides,
-)
+from contracts.job_config import ConfigError, JobPlan, JobSettings, dump_plan, parse_config, read_file, with_overrides
 from contracts.layout import Layout
 from contracts.tables import read_table, read_texts
 from planner.advice import Recommendation

@@ -25,6 +25,9 @@ from topology.graph import ClusterTopology
 if TYPE_CHECKING:
     from collectives.bench.results import Measurement
 
+_OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
+_MAX_PRICE = 1e9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -164,9 +167,6 @@ class Request:
         return with_plugin(join(nodes), snapshots)
 
 
-_OF_RUN = {one.name: one.default for one in fields(TrainSpec)}
-
-
 def parse_histogram(text: str | None) -> tuple[tuple[int, int], ...]:
     """Parse "64:900,512:100" as a length histogram. Raises RequestError that names the invalid part."""
     if not text:
@@ -179,9 +179,6 @@ def parse_histogram(text: str | None) -> tuple[tuple[int, int], ...]:
         rows.append((int(length), int(count)))
     with raise_as(RequestError, PlanError):
         return check_histogram(tuple(sorted(rows)))
-
-
-_MAX_PRICE = 1e9
 
 
 def read_prices(text: str, *, files: bool) -> float | dict[str, float]:

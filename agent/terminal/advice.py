@@ -14,6 +14,7 @@ from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
+_SAME = 1.01  # times slower: less is not shown
 MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
 
 
@@ -203,9 +204,6 @@ def describe_cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
         sentence += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
     step = units.seconds(healthy.forecast.step_seconds.mid)
     return (f"{sentence}. On healthy nodes {healthy.layout.family} takes {step} a step.", *advice.slowed)
-
-
-_SAME = 1.01
 
 
 def describe_slowdown(times: float) -> str:
