@@ -38,6 +38,8 @@ from probes.gpu.facts import GpuFacts
 texts = read_texts(__file__, "texts.toml")
 _TABLE = read_table(__file__, "job_settings.toml")
 PLANNED: dict[str, str] = _TABLE["planned"]  # settings that the forecast uses, and their names in the planner
+_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
+_MAX_CONFIG_BYTES = 1 << 20  # of a model's config.json
 RANDOM = "random:"  # prefix of a model with random weights: only its shape is used
 
 # The embedded job has rows of about 51 tokens, padded to the longest row of a micro-batch.
@@ -177,8 +179,6 @@ def ask_trainer(module: str, *arguments: str, text: str = "") -> str:
 
 # Choose the trainer of a job: the built-in trainer, or TRL's for jobs that the built-in trainer does not support.
 
-_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
-
 
 def choose_trainer(request: Request, requested: str, snapshots: Sequence[Snapshot]) -> tuple[Recommendation, str]:
     """Return the advice for the trainer that supports the settings, model and layout, and a line with the reason.
@@ -229,8 +229,6 @@ def describe_refusal(advice: Recommendation) -> str:
 
 # Look up the shape of a model by its hub id.
 
-_MAX_BYTES = 1 << 20
-
 
 def look_up_shape(name: str, revision: str) -> ModelSpec | None:
     """Return the model's shape; None if the table has the name. Raises ModelError for an unknown name.
@@ -250,7 +248,7 @@ def look_up_shape(name: str, revision: str) -> ModelSpec | None:
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
-        return read_model(plain.loads(bounded.read(path, _MAX_BYTES)), name=name, any_type=True)
+        return read_model(plain.loads(bounded.read(path, _MAX_CONFIG_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, plain.PlainError) as error:
         if is_known:
             return None

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
     from probes.scanner import Probes
 
+RECORDINGS = (".json", ".json.gz", ".zip")
+
 
 class InputError(click.ClickException):
     """A file, name or value is invalid; the message says which one and what is allowed."""
@@ -95,9 +97,6 @@ def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
 
 
 # The hosts that a command reads.
-
-
-RECORDINGS = (".json", ".json.gz", ".zip")
 
 
 def read_snapshots(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from contracts.finding import Finding
     from probes.api import Snapshot
 
+_BAR_WIDTH = 20  # characters
+
 
 @command("bench")
 def bench(
@@ -200,8 +202,6 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
 
 
 # One fine-tune over several networks.
-
-_BAR_WIDTH = 20  # characters
 
 
 @command("compare-networks")

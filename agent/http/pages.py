@@ -18,7 +18,8 @@ from agent.checks.codes import CLUSTER_CODES
 from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
 from agent.checks.verdict import judge
 from agent.checks.view import View
-from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, parse_time
+from agent.cluster.gate import check_nodes
+from agent.cluster.nodes import Fleet, NodeRecord, parse_time
 from agent.jobs import search
 from agent.pages import digest, environment, group_rows, make_rows, render
 from contracts.finding import Finding, Status

@@ -91,6 +91,7 @@ def count_default_ranks(snapshots: Sequence[Snapshot]) -> int:
     return 2
 
 
+_NVLS_SINCE = (2, 17)  # release of NCCL
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
 SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
 STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
@@ -162,8 +163,6 @@ def calibrate_host(
 
 
 # The expected bandwidth of a result: the bars of agent.checks.measured, from the links that the ranks report.
-
-_NVLS_SINCE = (2, 17)
 
 
 def describe_links(snapshots: Sequence[Snapshot], ranks: int, required: RequiredLinks | None = None) -> dict[str, Any]:

@@ -240,7 +240,8 @@ def name_blocking_failures(
 def judge_nodes(options: PreflightOptions) -> Report:
     """Judge other nodes by their published records. Nothing is scanned, measured or recommended."""
     from agent.cluster.client import TRIES, connect
-    from agent.cluster.nodes import Fleet, check_nodes, make_unknown_node, select_nodes
+    from agent.cluster.gate import check_nodes, select_nodes
+    from agent.cluster.nodes import Fleet, make_unknown_node
 
     started, clock = time.time(), time.monotonic()
     expected = require_expectations(options.expect, options.expect_file)

@@ -354,15 +354,13 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
 
 # The run record, the scheduler and the gate before the job ------------------------------------------------------------
 
-_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
-
 
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     """Add how the run ended and how its step times compare with the forecast, from the run record."""
     restart = f", restart {record.restarts}" if record.restarts else ""
     source = f"record: {record.status}, {len(record.step_seconds)} steps{restart}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
-    if record.status not in _ENDED_WELL and verdict.state == "fine":
+    if record.status not in ("running", "complete", "interrupted", "unknown") and verdict.state == "fine":
         cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
         return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
     measured, forecast = record.measured.step_seconds, record.plan.forecast.step_seconds

@@ -21,7 +21,8 @@ from agent.base import question, units
 from agent.base.options import RequestError, make_names_distinct
 from agent.checks.verdict import judge
 from agent.checks.view import build_view
-from agent.cluster.nodes import Fleet, NodeRecord, check_nodes as gate_of_nodes
+from agent.cluster.gate import check_nodes as gate_of_nodes
+from agent.cluster.nodes import Fleet, NodeRecord
 from agent.http import pages, worker
 from agent.http.worker import Answer, read_form
 from agent.jobs.preflight import Report
