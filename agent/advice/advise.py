@@ -171,6 +171,7 @@ def advise_cluster(
 
 _SHORTEST = 512  # tokens: a run with shorter sequences is a different job
 _TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increased
+_Changes = list[dict[str, Any]]  # of one setting, the smallest first
 _WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 
 
@@ -179,31 +180,27 @@ def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[st
 
     The settings are adapters, sequence length, 8-bit optimizer states, precision of products, nodes and engine.
     """
-    nodes = request.nodes or max(1, len(snapshots))
-    several = [{"nodes": nodes * times} for times in _TIMES] if len(snapshots) < 2 else []
-    train = request.train
-    methods = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[train.method]
-    lengths = [train.sequence_length >> n for n in range(1, 16) if train.sequence_length >> n >= _SHORTEST]
-    batch = train.global_batch or 0
+    train, nodes, batch = request.train, request.nodes or max(1, len(snapshots)), request.train.global_batch or 0
     ranks = sum(len(node.gpus) for node in request.cluster(snapshots).nodes) if batch else 0
-    kinds: list[list[dict[str, Any]]] = [
-        [{"global_batch": batch << n} for n in range(1, 24) if batch << n <= ranks],
-        [{"method": method} for method in methods],
-        [{"sequence_length": length} for length in lengths],
-        [{"optimizer": "adamw8bit"}] if (train.method, train.optimizer) == ("full", "adamw") else [],
-        [{"precision": wider} for wider in _WIDER.get(train.precision, ())],
-        several,
-        [{"engine": engine} for engine in stacks.ENGINES if engine != train.engine],
-    ]
-    lines = [line for kind in kinds if (line := _find_fitting(request, kind, snapshots))]
-    if not lines:
-        both = [{**method, **change} for method in kinds[1][-1:] for change in several]
-        both += [{**engine, **shorter} for engine in kinds[-1] for shorter in kinds[2]]
-        lines = [line for line in (_find_fitting(request, both, snapshots),) if line]
-    return tuple(lines)
+    adapters = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[train.method]
+    halves = [train.sequence_length >> n for n in range(1, 16)]
+    batches: _Changes = [{"global_batch": batch << n} for n in range(1, 24) if batch << n <= ranks]
+    methods: _Changes = [{"method": method} for method in adapters]
+    lengths: _Changes = [{"sequence_length": length} for length in halves if length >= _SHORTEST]
+    optimizers: _Changes = [{"optimizer": "adamw8bit"}] if (train.method, train.optimizer) == ("full", "adamw") else []
+    precisions: _Changes = [{"precision": wider} for wider in _WIDER.get(train.precision, ())]
+    sizes: _Changes = [{"nodes": nodes * times} for times in _TIMES] if len(snapshots) < 2 else []
+    engines: _Changes = [{"engine": engine} for engine in stacks.ENGINES if engine != train.engine]
+    settings = (batches, methods, lengths, optimizers, precisions, sizes, engines)
+    lines = [_find_fitting(request, changes, snapshots) for changes in settings]
+    if not any(lines):
+        both = [{**method, **size} for method in methods[-1:] for size in sizes]
+        both += [{**engine, **length} for engine in engines for length in lengths]
+        lines = [_find_fitting(request, both, snapshots)]
+    return tuple(filter(None, lines))
 
 
-def _find_fitting(request: Request, changes: Sequence[dict[str, Any]], snapshots: Sequence[Snapshot]) -> str:
+def _find_fitting(request: Request, changes: _Changes, snapshots: Sequence[Snapshot]) -> str:
     """Return the first change that makes a layout fit, with its step time; "" if none does."""
     for changed in changes:
         other = request.changed(**changed)
