@@ -387,10 +387,10 @@ class RunFacts:
         kind = activity.kind
         if kind == "gone" and error:
             kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
-        elif kind == "gone" and state and state.ended:
-            kind = "left"
         elif row and 0 < (row.exit_code or 0) < 128:  # no signal ended it, nor its child if it is a shell
             kind = "exited"
+        elif kind == "gone" and state and state.ended:
+            kind = "left"
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
