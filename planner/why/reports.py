@@ -140,8 +140,7 @@ def judge_rendezvous(facts: RunFacts) -> Verdict | None:
         port = "".join(f"port {number}" for number in met["taken"]) or "the port"
         return facts.named("taken", port=port, evidence=evidence)
     if joined < world:
-        which = "rank" if world - joined == 1 else "ranks"
-        return facts.named("too_few", joined=joined, world=world, which=which, evidence=evidence)
+        return facts.named("too_few", joined=joined, world=world, evidence=evidence)
     if "unreached" in met:
         host, port = met["unreached"]
         if host in ("0.0.0.0", "::", "localhost") or host.startswith("127."):  # noqa: S104 - compared, not bound
