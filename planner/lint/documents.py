@@ -41,6 +41,7 @@ from planner.lint.script import (
 )
 from planner.lint.shell import expand, read_assignment, read_shell
 from planner.lint.values import VALUES
+from planner.nccl_env import is_read
 
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
@@ -169,8 +170,10 @@ def _compare_replicas(scripts: Mapping[str, Script]) -> None:
             files = [file for each in groups[other] for file in each.files if not file.startswith("Secret ")]
             for script, name in itertools.product(groups[group], () if files else VALUES["names"]["same_on_all_ranks"]):
                 value, its = script.always.get(name, Assigned(name)).value, theirs.get(name, "")
-                # Two values are reported once. 0 is the default; the other pods of Volcano or a leader may have no rank
-                reports = group == first if its else value != "0" and group[0].startswith("PyTorchJob")
+                # Two values are reported once. 0 is the default, and a plugin may set the size of buffers; the other pods of
+                # Volcano or a leader may have no rank
+                is_pytorch = group[0].startswith("PyTorchJob")
+                reports = group == first if its else is_pytorch and value != "0" and name != "NCCL_BUFFSIZE"
                 if value and value != its and OPEN not in value + its and reports:
                     effect = f"have {name}={its}" if its else "do not set it"
                     script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=effect))
@@ -203,6 +206,16 @@ class _Walk:
             self._visit(document, f"{name} ({titles[name]})" if titles[name] > 1 else name, 0)
         self._take_configs()
         _compare_replicas(self.found)
+        if any("kubeflow.org/v2" in str(each.get("apiVersion")) for each in documents if isinstance(each, dict)):
+            self._check_workers()
+
+    def _check_workers(self) -> None:
+        """Report variables that only the workers of an MPIJob have. Version 1 starts ranks without ssh, so it passes them on."""
+        launched = {name for place, each in self.found.items() if " Launcher " in place for name in each.always}
+        for script in [each for place, each in self.found.items() if re.match(r"MPIJob/\S+ Worker ", place)]:
+            for name, each in script.always.items():
+                if is_read(name) and name not in launched:
+                    script.findings.append(finding("env.name.unexported/worker", name, each.raw))
 
     def _take_configs(self) -> None:
         """Add the values of ConfigMaps and extended services to places; `env` and a later `envFrom` override them."""
@@ -369,7 +382,7 @@ class _Walk:
     def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)
         expanded = expand(text) if "$" in text else text
-        if re.search(r"\$\([A-Za-z_]", text):  # $(NAME) is replaced by Kubernetes with a variable of the container
+        if pattern("outside").search(text):
             expanded = OPEN
         raw = text.replace(OPEN, "{{...}}")
         self._at(source).set(Assigned(name=name, value=expanded, raw=raw, line=line or getattr(value, "line", 0)))
