@@ -158,8 +158,12 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
     return _name_form(branches[0], kind), scripts
 
 
-def _compare_replicas(scripts: Mapping[str, Script]) -> None:
-    """Add a finding for each variable that two groups of pods of a job must share, and do not."""
+def _compare_replicas(scripts: Mapping[str, Script], *, over_ssh: bool) -> None:
+    """Add a finding for each variable that pods of a job must share, and do not, or that no rank gets (`over_ssh`)."""
+    launched = {name for place, script in scripts.items() if " Launcher " in place for name in script.always}
+    for script in [each for place, each in scripts.items() if over_ssh and re.match(r"MPIJob/\S+ Worker ", place)]:
+        lost = [each for name, each in script.always.items() if is_read(name) and name not in launched]
+        script.findings += [finding("env.name.unexported/worker", each.name, each.raw) for each in lost]
     groups: dict[tuple[str, str], list[Script]] = {}
     for place, script in scripts.items():
         if match := pattern("replicas").match(place):
@@ -170,10 +174,9 @@ def _compare_replicas(scripts: Mapping[str, Script]) -> None:
             files = [file for each in groups[other] for file in each.files if not file.startswith("Secret ")]
             for script, name in itertools.product(groups[group], () if files else VALUES["names"]["same_on_all_ranks"]):
                 value, its = script.always.get(name, Assigned(name)).value, theirs.get(name, "")
-                # Two values are reported once. 0 is the default, and a plugin may set the size of buffers; the other pods of
-                # Volcano or a leader may have no rank
-                is_pytorch = group[0].startswith("PyTorchJob")
-                reports = group == first if its else is_pytorch and value != "0" and name != "NCCL_BUFFSIZE"
+                # Two values are reported once. 0 is the default; the other pods of Volcano or a leader may have no rank
+                only_here = value != "0" and name != "NCCL_BUFFSIZE" and group[0].startswith("PyTorchJob")
+                reports = group == first if its else only_here
                 if value and value != its and OPEN not in value + its and reports:
                     effect = f"have {name}={its}" if its else "do not set it"
                     script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=effect))
@@ -205,17 +208,8 @@ class _Walk:
             titles[name := title(document)] += 1
             self._visit(document, f"{name} ({titles[name]})" if titles[name] > 1 else name, 0)
         self._take_configs()
-        _compare_replicas(self.found)
-        if any("kubeflow.org/v2" in str(each.get("apiVersion")) for each in documents if isinstance(each, dict)):
-            self._check_workers()
-
-    def _check_workers(self) -> None:
-        """Report variables that only the workers of an MPIJob have. Version 1 starts ranks without ssh, so it passes them on."""
-        launched = {name for place, each in self.found.items() if " Launcher " in place for name in each.always}
-        for script in [each for place, each in self.found.items() if re.match(r"MPIJob/\S+ Worker ", place)]:
-            for name, each in script.always.items():
-                if is_read(name) and name not in launched:
-                    script.findings.append(finding("env.name.unexported/worker", name, each.raw))
+        versions = {str(each.get("apiVersion")) for each in documents if isinstance(each, dict)}
+        _compare_replicas(self.found, over_ssh="kubeflow.org/v2beta1" in versions)  # version 1 of MPIJob uses exec
 
     def _take_configs(self) -> None:
         """Add the values of ConfigMaps and extended services to places; `env` and a later `envFrom` override them."""
@@ -366,18 +360,13 @@ class _Walk:
         if not pattern("script").search(text) or len(text) < 8:
             return
         line = getattr(text, "line", 0)
-        rows = [(at, row.strip().rstrip(";")) for at, row in enumerate(text.splitlines(), start=line)]
-        rows = [(at, row) for at, row in rows if row and row[0] != "#"]
-        if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for _, row in rows):
-            for number, row in rows:
-                self._add(source, *row.partition("=")[::2], line and number)
-            return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=line))
         elif pattern("document").search(text) and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=line))
         else:
-            self._at(source).add(self._read_shell(text, line=line))
+            exports = "set -a; " if pattern("place").fullmatch(key) else ""  # a list of variables
+            self._at(source).add(self._read_shell(exports + text, line=line))
 
     def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)

@@ -52,7 +52,7 @@ _MAX_LAUNCHES = 1000  # launches or ways with different settings
 
 _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
 _SCHEDULED = re.compile(rb"(?m)^\s*#(?:SBATCH|PBS|BSUB|FLUX:)\s")  # its daemons start ranks with all variables
-_EXPORTS_PAIR = re.compile(rb"\bexport[ \t]+[\"']?\$\{?\w+\}?[\"']?=")  # its name is an argument of the function, as its value
+_EXPORTS_PAIR = re.compile(rb"\bexport[ \t]+[\"']?\$\{?\w+\}?[\"']?=")  # name and value are arguments of the function
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
@@ -485,9 +485,6 @@ class _Reader(Expander):
         for child in node.named_children:
             if child.type == "variable_assignment":
                 assigned.append(self.evaluate(child))
-                continue
-            if child.type == "ERROR":
-                self._report_syntax(child)
                 continue
             for word in self.words(child):
                 name, equals, value = word.text.partition("=")

@@ -65,8 +65,6 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     communication are returned, because others may contain secrets.
     """
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    if kind is not None and kind not in FORMS:
-        raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
     named_kind, other = (kind, kind) if kind else (guess_kind(text, name), guess_kind(text))
     for each in (named_kind, other) if named_kind != other else ():  # a name may mislead
         with contextlib.suppress(EnvironmentTextError):
