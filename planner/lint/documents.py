@@ -360,13 +360,17 @@ class _Walk:
         if not pattern("script").search(text) or len(text) < 8:
             return
         line = getattr(text, "line", 0)
+        rows = [row.strip().rstrip(";") for row in text.splitlines()]
+        if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=|#|\Z", row) for row in rows):
+            for number, row in enumerate(rows, start=line):
+                self._add(source, *row.partition("=")[::2], line and number)
+            return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
             self._at(source).inner.append(Inner(text=text, target=key if "." in key else "x.py", line=line))
         elif pattern("document").search(text) and "<<" not in text:
             self._at(source).inner.append(Inner(text=text, target=f"{key or 'text'}.yaml", line=line))
         else:
-            exports = "set -a; " if pattern("place").fullmatch(key) else ""  # a list of variables
-            self._at(source).add(self._read_shell(exports + text, line=line))
+            self._at(source).add(self._read_shell(text, line=line))
 
     def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)
@@ -384,9 +388,7 @@ def scalar(value: Any) -> str:
     """Return the value as the string that a program gets in its environment."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if value in ("~", "null"):
-        return ""
-    return "" if value is None or isinstance(value, dict | list) else str(value)
+    return "" if isinstance(value, dict | list) or value in (None, "~", "null") else str(value)
 
 
 def title(document: Any) -> str:

@@ -264,9 +264,7 @@ def guess_kind(text: str, name: str = "") -> str:
     if re.match(r"[A-Za-z_][^\s\0=]*=[^\0]*\0", text):  # /proc/PID/environ; another file with a NUL is binary
         return "process"
     by_name = _first(_PATTERNS["by_name"], name)
-    if by_name == "env" and text.startswith("#!"):
-        return "shell"
-    if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
+    if by_name and (by_name, text[:2]) != ("env", "#!") and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
     if kind := _first(_PATTERNS["surely"], text):
         return kind
