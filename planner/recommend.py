@@ -414,11 +414,12 @@ def recommend(
     best = result.best[: 1 + _RUNNERS_UP]
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
-        helps = helps_most(planned.job, best[0], planned.capacity)
-        captured = planned.job.engine.uses_cuda_graph(planned.job.model, winner.layout)
-        unknowns += [_text("cuda_graph", settings=" ".join(planned.job.engine.cuda_graph_arguments))] * captured
-        unknowns += _name_sync_setting(planned.job, winner.layout)
-        unknowns += list_unwritten(ExportRequest(layout=winner.layout, model=planned.job.model, train=train))
+        job, layout = planned.job, winner.layout
+        helps = helps_most(job, best[0], planned.capacity)
+        captured = job.engine.uses_cuda_graph(job.model, layout)
+        unknowns += [_text("cuda_graph", settings=" ".join(job.engine.cuda_graph_arguments))] * captured
+        unknowns += _name_sync_setting(job, layout)
+        unknowns += list_unwritten(ExportRequest(layout=layout, model=model, train=train, on_gpu=job.has_gpu))
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
             helps = (*nearest(planned), *helps) if planned.requested else helps

@@ -91,5 +91,4 @@ def _is_among(value: Any, condition: Any) -> bool:
         return bool(value) is condition
     if isinstance(value, str):
         return value in condition
-    low, high = condition
-    return bool(low <= value <= high)
+    return bool(condition[0] <= value <= condition[1])
