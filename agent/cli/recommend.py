@@ -61,7 +61,7 @@ def recommend(
         misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")[: 0 if form == "table" else 3]
         nearest = f" ({'; '.join(f'{row.what}: {row.reason}' for row in misses)})" if misses else ""
         could = "".join(f"\n{line}" for line in advice.helps_most[:1] if misses)  # the table has shown both
-        verb = "is forecast for AMD GPUs" if advice.backend == "rccl" else "fits"
+        verb = f"is forecast for {advice.unsupported}" if advice.unsupported else "fits"
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
 
 
