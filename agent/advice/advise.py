@@ -159,7 +159,7 @@ def advise_cluster(
         )
         recommendation = nccl_env.settings(case)
         backend = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
-        return recommendation if recommendation.backend == "rccl" else replace(recommendation, backend=backend)
+        return recommendation if recommendation.unsupported else replace(recommendation, backend=backend)
     findings: dict[str, tuple[Finding, ...]] = {}  # failures and warnings by node, as the planner reads them
     for check in checks:
         if check.status in ("fail", "warn"):
@@ -171,7 +171,7 @@ def advise_cluster(
         nccl_version=version, ranks_per_node=request.ranks(cluster),
         multi_node=multi_node, findings=findings, measured_step=request.measured_layout(),
     )  # fmt: skip
-    if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
+    if advice.chosen is None and not advice.unsupported and not advice.helps_most:
         advice = replace(advice, helps_most=suggest_changes(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 

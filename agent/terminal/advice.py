@@ -113,8 +113,8 @@ def device_of(advice: Recommendation) -> str:
 
 def _print_no_layout(out: Console, advice: Recommendation) -> None:
     """Print why no layout fits or is forecast, and what would help."""
-    amd = advice.backend == "rccl"
-    out.print("[bold]? No layout: AMD GPUs are not supported[/bold]" if amd else "[bold red]No layout fits[/bold red]")
+    unsupported = f"[bold]? No layout: {advice.unsupported} are not supported[/bold]"
+    out.print(unsupported if advice.unsupported else "[bold red]No layout fits[/bold red]")
     print_rejected(out, advice)
     if advice.backend == "gloo":
         print_bullet(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
