@@ -19,18 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.advice.advise import EMBEDDED_MODEL, advise
+from agent.advice.request import Request
+from agent.base import raise_as
 from agent.base.options import InputError, RequestError, split_pair
 from contracts import bounded, plain
-from contracts.job_config import (
-    ConfigError,
-    JobPlan,
-    JobSettings,
-    dump_plan,
-    parse_config,
-    read_file,
-    with_overrides,
-)
+from contracts.job_config import ConfigError, JobPlan, JobSettings, dump_plan, parse_config, read_file, with_overrides
 from contracts.layout import Layout
 from contracts.tables import read_table, read_texts
 from planner.advice import Recommendation
@@ -44,6 +38,8 @@ from probes.gpu.facts import GpuFacts
 texts = read_texts(__file__, "texts.toml")
 _TABLE = read_table(__file__, "job_settings.toml")
 PLANNED: dict[str, str] = _TABLE["planned"]  # settings that the forecast uses, and their names in the planner
+_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
+_MAX_CONFIG_BYTES = 1 << 20  # of a model's config.json
 RANDOM = "random:"  # prefix of a model with random weights: only its shape is used
 
 # The embedded job has rows of about 51 tokens, padded to the longest row of a micro-batch.
@@ -64,15 +60,11 @@ def read_settings(request: Request, trainer: str = OURS) -> JobSettings:
     for word in request.overrides:
         split_pair("--set", word)
     option = f"--config {request.config}{' with --set' * bool(request.overrides)}:" if request.config else "--set"
-    try:
+    with raise_as(RequestError, ConfigError, "--config "):
         raw = read_file(request.config) if request.config is not None else {}
-    except ConfigError as error:
-        raise RequestError(f"--config {error}") from None
-    try:
+    with raise_as(RequestError, ConfigError, f"{option} "):
         settings = parse_config(with_overrides(raw, request.overrides), by_trl=trainer != OURS)
         dump_plan(JobPlan(config=settings.config))  # reject settings that no rank could read before any rank starts
-    except ConfigError as error:
-        raise RequestError(f"{option} {error}") from None
     if trainer != OURS:
         settings.explicit.update({name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)})
     return settings
@@ -112,9 +104,9 @@ def add_job_settings(request: Request, settings: JobSettings) -> Request:
 # The request for a job.
 
 
-def build_job_request(request: Request) -> Request:
+def build_job_request(request: Request, settings: JobSettings | None = None) -> Request:
     """Return the request for a job; the model is that of the request, else of the settings, else the embedded job."""
-    settings = read_settings(request, request.train.engine)
+    settings = settings or read_settings(request, request.train.engine)
     if request.model is None:
         name = str(settings.explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
@@ -161,7 +153,7 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
 def complete_request(request: Request) -> Request:
     """Return the request for a job with the rows of its data and its length: steps, else epochs if rows are known."""
     settings = read_settings(request, request.train.engine)
-    request = with_rows(build_job_request(request), settings.explicit)
+    request = with_rows(build_job_request(request, settings), settings.explicit)
     if settings.config.max_steps:
         return request.changed(steps=settings.config.max_steps)
     return request if request.count_rows() is None else replace(request, epochs=settings.config.num_train_epochs)
@@ -187,8 +179,6 @@ def ask_trainer(module: str, *arguments: str, text: str = "") -> str:
 
 # Choose the trainer of a job: the built-in trainer, or TRL's for jobs that the built-in trainer does not support.
 
-_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
-
 
 def choose_trainer(request: Request, requested: str, snapshots: Sequence[Snapshot]) -> tuple[Recommendation, str]:
     """Return the advice for the trainer that supports the settings, model and layout, and a line with the reason.
@@ -197,26 +187,35 @@ def choose_trainer(request: Request, requested: str, snapshots: Sequence[Snapsho
     if neither trainer supports the settings.
     """
     only_trl = read_settings(request, requested).only_trl
-    trainer = (TRL if only_trl else OURS) if requested == "auto" else requested
-    reason_text = "; ".join(only_trl) if requested == "auto" else ""
-    advice = _advise_for(request, trainer, snapshots)
-    if advice.chosen is None and trainer == OURS and requested == "auto":
-        assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
-        measured = request.changed(length_histogram=advice.train.length_histogram)
-        other = _advise_for(measured, TRL, snapshots)
-        too_large = any(row.rule == "memory-fits" for row in advice.rejected)
-        if other.chosen is None or (too_large and other.chosen.layout.cp == 1):  # TRL's trainer can split sequences
-            return advice, "" if too_large else f"with TRL's trainer: {describe_refusal(other)}"
-        simplest = find_engine(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
-        advice, trainer, reason_text = other, TRL, simplest or advice.rejected[0].reason
-    if trainer not in (OURS, TRL):  # another stack, named with --engine
-        return advice, ""
+    if requested != "auto":
+        advice = _advise_for(request, requested, snapshots)
+        return advice, _describe_trainer(advice, requested, request)
+    if only_trl:
+        advice = _advise_for(request, TRL, snapshots)
+        return advice, _describe_trainer(advice, TRL, request, "; ".join(only_trl))
+    advice = _advise_for(request, OURS, snapshots)
+    if advice.chosen is not None:
+        return advice, _describe_trainer(advice, OURS, request)
+    assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
+    measured = request.changed(length_histogram=advice.train.length_histogram)
+    by_trl = _advise_for(measured, TRL, snapshots)
+    is_too_large = any(row.rule == "memory-fits" for row in advice.rejected)
+    if by_trl.chosen is None or (is_too_large and by_trl.chosen.layout.cp == 1):  # TRL's trainer can split sequences
+        return advice, "" if is_too_large else f"with TRL's trainer: {describe_refusal(by_trl)}"
+    simplest = find_engine(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
+    return by_trl, _describe_trainer(by_trl, TRL, request, simplest or advice.rejected[0].reason)
+
+
+def _describe_trainer(advice: Recommendation, trainer: str, request: Request, refusal: str = "") -> str:
+    """Name the trainer; `refusal` is why the built-in one cannot run the job. Empty if the user needs no line."""
     if trainer == OURS:
         line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
-        return advice, line if request.config and advice.chosen else ""
+        return line if request.config and advice.chosen else ""
+    if trainer != TRL:  # another stack, named with --engine
+        return ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
-    reason = f", because the built-in one refuses: {reason_text}." if reason_text else ", as --trainer requests."
-    return advice, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
+    reason = f", because the built-in one refuses: {refusal}." if refusal else ", as --trainer requests."
+    return f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
 
 
 def _advise_for(request: Request, trainer: str, snapshots: Sequence[Snapshot]) -> Recommendation:
@@ -239,8 +238,6 @@ def describe_refusal(advice: Recommendation) -> str:
 
 # Look up the shape of a model by its hub id.
 
-_MAX_BYTES = 1 << 20
-
 
 def look_up_shape(name: str, revision: str) -> ModelSpec | None:
     """Return the model's shape; None if the table has the name. Raises ModelError for an unknown name.
@@ -260,7 +257,7 @@ def look_up_shape(name: str, revision: str) -> ModelSpec | None:
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
-        return read_model(plain.loads(bounded.read(path, _MAX_BYTES)), name=name, any_type=True)
+        return read_model(plain.loads(bounded.read(path, _MAX_CONFIG_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, plain.PlainError) as error:
         if is_known:
             return None

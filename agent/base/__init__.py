@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 
 EXIT_PASS = 0
@@ -77,3 +78,15 @@ def flush_output() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
+
+
+@contextlib.contextmanager
+def raise_as(
+    make_error: Callable[[str], Exception], caught: type[Exception] | tuple[type[Exception], ...], prefix: str = ""
+) -> Iterator[None]:
+    """Convert errors of these classes; the message is `prefix`, which names the file or option, and the reason."""
+    try:
+        yield
+    except caught as error:
+        reason = getattr(error, "strerror", None) if prefix else None  # without the path, which the prefix has
+        raise make_error(f"{prefix}{reason or error}") from None

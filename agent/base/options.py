@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.base import EXIT_FAILED, EXIT_USAGE
+from agent.base import EXIT_FAILED, EXIT_USAGE, raise_as
 from agent.base.output import explain_unwritable, print_text
 from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
@@ -38,6 +38,8 @@ from contracts import bounded, tables
 if TYPE_CHECKING:
     from probes.api import Snapshot
     from probes.scanner import Probes
+
+RECORDINGS = (".json", ".json.gz", ".zip")
 
 
 class InputError(click.ClickException):
@@ -97,9 +99,6 @@ def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
 # The hosts that a command reads.
 
 
-RECORDINGS = (".json", ".json.gz", ".zip")
-
-
 def read_snapshots(
     hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0,
     stop: threading.Event | None = None,
@@ -127,12 +126,11 @@ def replay_recordings(
     snapshots: list[Snapshot] = []
     paths: list[Path] = []
     for path in _list_recordings(hosts):
-        try:
-            if not (stop and stop.is_set()):
-                snapshots += replay(path, probes, stop)
-                paths += [path] * (len(snapshots) - len(paths))
-        except (OSError, RecordingError) as error:
-            raise InputError(str(error)) from None
+        if stop and stop.is_set():
+            break
+        with raise_as(InputError, (OSError, RecordingError)):
+            snapshots += replay(path, probes, stop)
+        paths += [path] * (len(snapshots) - len(paths))
     return make_names_distinct(snapshots, paths)
 
 
@@ -230,8 +228,6 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "size": _Size(),
     "text": click.STRING,
 }
-
-
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
 _OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # all others belong to click.option
 

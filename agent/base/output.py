@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base import discard_output
+from agent.base import discard_output, raise_as
 from contracts import plain
 
 if TYPE_CHECKING:
@@ -122,10 +122,8 @@ def emit(value: Any, form: str, table: Callable[[Console], None]) -> None:
 
 def write_result(path: Path, content: str | bytes, mode: int = 0o644, *, label: str = "") -> None:
     """Write a file that the user requested, atomically. ClickException gives `label` or the path, and the reason."""
-    try:
+    with raise_as(click.ClickException, OSError, f"{label or path}: "):
         write_atomic(path, content, mode)
-    except OSError as error:
-        raise click.ClickException(f"{label or path}: {error.strerror or error}") from None
 
 
 def save_document(path: Path | None, value: Any) -> None:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agent.base import units
+from agent.base import raise_as, units
 from agent.checks.codes import EXPECT_CODES, make_finding
 from agent.checks.host_checks import explain_unread_gpus, explain_unread_hcas, is_gdrdma_possible
 from agent.checks.verdict import GateError
@@ -37,6 +37,7 @@ from topology.graph import NodeTopology, nvlinks
 MAX_BYTES = 1 << 16  # a file of a dozen lines
 MAX_NAMES = 64
 _FORMS = read_table(__file__, "expect.toml")
+_SETTLES = {"gpus": "gpu.device.not_given", "hcas": "rdma.port.down"}  # check that the expected number decides
 
 Judgement = tuple[bool | None, str]  # whether an expectation is met (None: unknown), and what the node has
 
@@ -77,10 +78,8 @@ def parse(arguments: Sequence[str]) -> tuple[NodeExpectation, ...]:
 def read_file(path: Path) -> tuple[NodeExpectation, ...]:
     """Read expectations from a YAML mapping; a file with only comments contains none. Raises GateError."""
     source = f"--expect-file {path}"
-    try:
+    with raise_as(GateError, (OSError, ValueError), f"{source}: "):
         documents = load_all(bounded.read(path, MAX_BYTES).decode("utf-8"), most_aliases=0, once=True)
-    except (OSError, ValueError) as error:
-        raise GateError(f"{source}: {getattr(error, 'strerror', None) or error}") from None
     value = documents[0] if documents else None
     if len(documents) > 1 or not isinstance(value, dict | None):
         raise GateError(f"{source}: must be one mapping of {', '.join(KEYS)} to values")
@@ -150,9 +149,6 @@ def check_expectations(
         else check
         for check in (*checks, *results)
     )
-
-
-_SETTLES = {"gpus": "gpu.device.not_given", "hcas": "rdma.port.down"}
 
 
 def _check(node: str, one: NodeExpectation, met: bool | None, have: str, outcomes: Mapping[str, object]) -> Finding:

@@ -23,7 +23,7 @@ from probes.increases import CODES as RISING_CODES, find_risen
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci import probe as pci_probe
-from probes.pci.facts import PciFacts, list_amd_gpus
+from probes.pci.facts import AMD, HABANA, PciFacts, list_other_gpus
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice, RdmaFacts
 from probes.registry import ALL, SCAN_CODES, check_facts, report_failures
 from topology import check as topology_check
@@ -41,21 +41,27 @@ def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Fin
     unread = {"gpu": explain_unread_gpus(snapshot), "rdma": explain_unread_hcas(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & {*ALWAYS_THERE, "gpu"}), *_find_families(snapshot, pci)}  # without NVML the probe is absent
-    # A device plugin may have given a missing file to another pod, but not on a host. A container without any such file
-    # (unless it is the agent's) has no RDMA for its job.
-    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    without_files = not any(device.uverbs for device in (rdma.devices if rdma else ()))
-    of_job = without_files and limits is not None and not limits.of_agent
-    needed = {"rdma.uverbs.missing"} if of_job or (pci is not None and pci.container is None) else set()
+    optional = NOT_REQUIRED.keys() - ({"rdma.uverbs.missing"} if _needs_device_files(snapshot, pci) else set())
     for check in checks:
         family = check.code.split(".")[0]
         reason = unread.get(family, "")
         proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
         if reason and check.status in ("pass", "unknown") and not proven:
             check = replace(check, status=Status.UNKNOWN, message=reason)
-        excused = check.code in NOT_REQUIRED.keys() - needed and not reason and family not in failed
+        excused = check.code in optional and not reason and family not in failed
         is_required = check.status == "unknown" and family in required and not excused
         yield replace(check, required=True) if is_required else check
+
+
+def _needs_device_files(snapshot: Snapshot, pci: PciFacts | None) -> bool:
+    """Return whether a missing device file of RDMA is a fault: on a host, and in a job's container without any.
+
+    In another container a device plugin may have given the file to another pod.
+    """
+    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
+    has_files = any(device.uverbs for device in (rdma.devices if rdma else ()))
+    is_job_without_files = not has_files and limits is not None and not limits.of_agent
+    return is_job_without_files or (pci is not None and pci.container is None)
 
 
 def _find_families(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:
@@ -76,7 +82,7 @@ def explain_unread_gpus(snapshot: Snapshot) -> str:
     if facts is None and on_bus:
         return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
     if facts is None and foreign:
-        maker = {0x1002: "AMD", 0x1DA3: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other")
+        maker = {AMD: "AMD", HABANA: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other")
         return f"{_number(foreign, f'{maker} accelerator')} on the PCI bus: only NVIDIA's are read"
     if facts is None or any(g.error is None for g in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
         return ""
@@ -198,7 +204,7 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
     pci = snapshot.facts(PciFacts)
     on_bus = not isinstance(snapshot.outcomes.get("pci"), Absent)
     if pci is not None:
-        on_bus = bool(pci_probe.list_gpus(pci) or list_amd_gpus(pci))
+        on_bus = bool(pci_probe.list_gpus(pci) or list_other_gpus(pci))
 
     def with_roles(facts: RdmaFacts) -> RdmaFacts:
         return replace(facts, devices=tuple(replace(d, role=_find_role(node, d, facts.devices)) for d in facts.devices))

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agent.base import units, version
+from agent.base import raise_as, units, version
 from agent.base.options import command
 from agent.base.output import Progress, print_text, to_document, write_result
 from agent.checks.findings import sort_worst_first
@@ -133,14 +133,12 @@ def name_folder(host: str) -> str:
 def unpack_bundle(content: bytes) -> dict[str, Files]:
     """Read the files of a bundle, by host. Raises BundleError."""
     hosts: dict[str, Files] = {}
-    try:
+    with raise_as(BundleError, (bounded.ArchiveError, bounded.TooLargeError), "not a bundle: "):
         files = bounded.zip_files(content, MAX_BUNDLE_BYTES, MAX_BUNDLE_BYTES, lambda path: ".." not in path)
         for path, data in files:
             host, _, name = path.partition("/")
             if name:
                 hosts.setdefault(name_folder(host), {})[name] = data
-    except (bounded.ArchiveError, bounded.TooLargeError) as error:
-        raise BundleError(f"not a bundle: {error}") from None
     return hosts
 
 
@@ -182,10 +180,8 @@ def _list_objects(command: Sequence[str]) -> Any:
 
 
 def _run_kubectl(command: Iterable[str]) -> bytes:
-    try:
+    with raise_as(BundleError, (OSError, subprocess.TimeoutExpired), "kubectl: "):
         done = subprocess.run(list(command), capture_output=True, timeout=NODE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BundleError(f"kubectl: {error}") from None
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip()[-500:]
         raise BundleError(last or f"kubectl ended with {done.returncode}")

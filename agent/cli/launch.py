@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from agent.base import EXIT_FAILED, EXIT_PASS
-from agent.base.options import (
-    InputError,
-    NothingFitsError,
-    command,
-    describe_source,
-    read_input,
-    require_writable,
-)
+from agent.base import EXIT_FAILED, EXIT_PASS, raise_as
+from agent.base.options import InputError, NothingFitsError, command, describe_source, read_input, require_writable
 from agent.base.output import Progress, console, print_notes, print_text, render, write_result
 from agent.base.units import count
 from contracts import plain
@@ -34,6 +27,7 @@ if TYPE_CHECKING:
     from contracts.job_config import JobPlan
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation
+    from planner.kubernetes.manifests import Document
     from probes.api import Snapshot
 
 _MANIFEST_BYTES = 1 << 20
@@ -85,7 +79,6 @@ def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], op
     """Create the job, or print it with --dry-run."""
     from agent.advice.advise import adapt_to_pods
     from agent.advice.job_plan import describe_grace
-    from agent.cluster.client import connect
     from agent.jobs import cluster_job
     from planner.kubernetes import networks
     from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents
@@ -115,13 +108,21 @@ def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], op
     elif options.with_network:
         raise click.UsageError("--network: an administrator has to apply these resources; add --dry-run to print them")
     else:
-        warned: dict[str, None] = {}  # from the dry run and again from the creation
-        client = connect(options.context, on_warning=lambda text: warned.setdefault(text))
-        try:
-            for line in cluster_job.create(client, documents):
-                print_text(line)
-        finally:
-            print_notes(warned, "warning: the API server says")
+        _create_objects(documents, options.context)
+
+
+def _create_objects(documents: Sequence[Document], context: str | None) -> None:
+    """Create the job's objects through the API server, and print what was created, and the server's warnings once."""
+    from agent.cluster.client import connect
+    from agent.jobs import cluster_job
+
+    warned: dict[str, None] = {}  # from the dry run and again from the creation
+    client = connect(context, on_warning=lambda text: warned.setdefault(text))
+    try:
+        for line in cluster_job.create(client, documents):
+            print_text(line)
+    finally:
+        print_notes(warned, "warning: the API server says")
 
 
 def _submit_script(advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions) -> None:
@@ -198,10 +199,8 @@ def _launch_script(script: Path, arguments: Sequence[str], options: LaunchOption
     from agent.terminal import measured
     from contracts.bounded import open_regular
 
-    try:
+    with raise_as(InputError, OSError, f"--script {script}: "):
         open_regular(script).close()
-    except OSError as error:
-        raise InputError(f"--script {script}: {error.strerror}") from None
     folder, snapshots = options.folder or Path("script-output"), options.request.read_hosts()
     plan = trainer.build_plan(script, arguments, snapshots, options, folder)
     if options.dry_run:
@@ -273,10 +272,8 @@ def run(command: tuple[str, ...], folder: Path) -> None:
     """Replace this process by the command, in an environment that starts the rank monitor."""
     from agent.jobs.script import add_monitor
 
-    try:
+    with raise_as(click.UsageError, OSError, f"{command[0]}: "):
         os.execvpe(command[0], command, add_monitor(os.environ, folder))  # noqa: S606 - the user's own command
-    except OSError as error:
-        raise click.UsageError(f"{command[0]}: {error.strerror}") from None
 
 
 @command("wrap")
@@ -286,17 +283,15 @@ def wrap(
     config: Path | None, monitor: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Read the file, print the changes, and write them if requested."""
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.jobs.script import wrap_manifest
     from agent.jobs.slurm import add_to_script
 
     if in_place and source == "-":
         raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
     raw = read_input(source, _MANIFEST_BYTES, hint="; give the job's manifest alone")
-    try:
+    with raise_as(InputError, UnicodeDecodeError, f"{describe_source(source)}: not UTF-8: "):
         text = raw.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{describe_source(source)}: not UTF-8: {error}") from None
     request = Request(hosts=hosts, root=root, machine=machine, config=config)
     is_script = re.search(r"\A#!|^#SBATCH\b", text, re.MULTILINE) or source.endswith((".sbatch", ".slurm", ".sh"))
     options |= {} if is_script else {"monitor": monitor}  # a script always has the monitor

@@ -98,10 +98,8 @@ def explain(code: str | None, listed: bool) -> None:
         for name in read_entries():
             click.echo(f"{name:36} {find_point(name, 'Meaning')}")
         return
-    try:
+    with base.raise_as(click.UsageError, UnknownCodeError):
         _show_entry(find_entry(code))
-    except UnknownCodeError as error:
-        raise click.UsageError(str(error)) from None
 
 
 def _show_entry(text: str) -> None:

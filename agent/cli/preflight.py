@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from agent.base import raise_as
 from agent.base.options import command, require_writable
 from agent.base.output import Progress, console, print_text, render, save_document, write_result
 from contracts.plain import printable
@@ -24,30 +25,29 @@ FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 @command("preflight")
 def preflight(
     forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
-    **options: Any,
+    **values: Any,
 ) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and exit with the verdict's code."""
     targets = [_parse_target(form) for form in forms] or [("table", None)]
-    from agent.jobs.preflight import judge_nodes, run, write_folder
+    from agent.jobs.options import PreflightOptions
+    from agent.jobs.preflight import REPORTS, judge_nodes, run, write_folder
 
-    folder: Path | None = options.pop("folder")
-    if folder is None and options["train"]:
-        folder = Path("reports")
+    options = PreflightOptions.of(**values)
+    folder = options.folder or (REPORTS if options.train else None)
+    if folder is REPORTS:
         require_writable("--report", folder, folder=True)
-    if options["nodes"] is not None or options["selector"] is not None:
+    if options.nodes is not None or options.selector is not None:
         report = judge_nodes(options)
     else:
-        report = run({**options, "output": folder}, Progress(quiet=quiet))
+        report = run(options, Progress(quiet=quiet))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
     if folder is not None:
         from agent.pages import render_report
 
-        try:
+        with raise_as(click.ClickException, OSError, f"--report {folder}: "):
             written = write_folder(report, folder, render_report(report))
-        except OSError as error:
-            raise click.ClickException(f"--report {folder}: {error.strerror or error}") from None
         print_text(f"report: {', '.join(map(str, written))}; exit code {report.verdict.exit_code}", err=True)
     sys.exit(report.verdict.exit_code)
 

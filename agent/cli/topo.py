@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from agent.base import EXIT_UNKNOWN
+from agent.base import EXIT_UNKNOWN, raise_as
 from agent.base.options import InputError, command, describe_source, read_input, read_snapshots
 from agent.base.output import emit, print_text
 from contracts import bounded
@@ -115,7 +115,6 @@ def _decompress(raw: bytes, name: str) -> bytes:
     import gzip
     import zlib
 
-    try:
+    broken = EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError
+    with raise_as(InputError, broken, f"{name}: not a whole gzip file of at most {_LIMIT_BYTES >> 20} MiB: "):
         return bounded.rest(gzip.GzipFile(fileobj=BytesIO(raw)), _LIMIT_BYTES)
-    except (EOFError, gzip.BadGzipFile, zlib.error, bounded.TooLargeError) as error:
-        raise InputError(f"{name}: not a whole gzip file of at most {_LIMIT_BYTES >> 20} MiB: {error}") from None

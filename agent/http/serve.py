@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from agent.base import EXIT_INTERRUPTED
+from agent.base import EXIT_INTERRUPTED, raise_as
 from agent.base.options import command, read_snapshots
 from agent.base.output import explain_unwritable, print_text
 
@@ -91,11 +91,9 @@ def bind(address: str, port: int) -> socket.socket:
     """Listen on the first address of the name; `::` means all addresses, IPv4 included. Raises ClickException."""
     both = address == "::" and socket.has_dualstack_ipv6()
     name = "0.0.0.0" if address == "::" and not both else address  # noqa: S104 - this kernel has no IPv6
-    try:
+    with raise_as(click.ClickException, OSError, f"--address {address} --port {port}: "):
         family, _, _, _, place = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(place[:2], family=family, dualstack_ipv6=both)
-    except OSError as error:
-        raise click.ClickException(f"--address {address} --port {port}: {error.strerror or error}") from None
     # Connections inherit it. asyncio sets it only if the socket names its protocol. Without it each later response on a
     # connection takes 40 ms more (Nagle's algorithm and the client's delayed acknowledgement).
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,10 +154,8 @@ def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
 def _make_state_folder(folder: Path) -> None:
     """Create the folder given by --state or TOPOFLIGHT_STATE. If the default folder is missing, nothing is stored."""
     if click.get_current_context().get_parameter_source("folder") is not ParameterSource.DEFAULT:
-        try:
+        with raise_as(click.UsageError, OSError, f"--state {folder}: the folder cannot be made: "):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise click.UsageError(f"--state {folder}: the folder cannot be made: {error.strerror or error}") from None
     if folder.is_dir() and (problem := explain_unwritable(folder, folder=True)):
         log.warning("--state: %s; posted runs and results of benchmarks will not be stored", problem)
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import Body, FastAPI, Query, Request, Security
@@ -29,7 +30,8 @@ from starlette.requests import ClientDisconnect
 
 from agent import base, metrics
 from agent.advice import advise
-from agent.base import question
+from agent.advice.request import Request as AdviceRequest
+from agent.base import question, raise_as
 from agent.base.options import RequestError
 from agent.checks.codes import ALL_CODES
 from agent.checks.findings import sort_worst_first
@@ -263,19 +265,15 @@ def read_record(body: bytes) -> RunRecord:
     """Parse the record. Raises ProblemError 400 if it is not such JSON, 422 if a member is invalid."""
     if (values := sum(body.count(mark) for mark in (b",", b"[", b"{"))) > MAX_VALUES:  # counted before parsing
         raise ProblemError(422, f"the record has {values} values; at most {MAX_VALUES} are allowed")
-    try:
+    with raise_as(partial(ProblemError, 400), (plain.PlainError, UnicodeDecodeError), "the body is not a run record: "):
         record = plain.loads(body, unknown_numbers=True)  # a loss may be NaN
-    except (plain.PlainError, UnicodeDecodeError) as error:
-        raise ProblemError(400, f"the body is not a run record: {error}") from None
     try:
         PostedRecord.model_validate(record)
     except ValidationError as error:
         errors, detail = describe_errors(error, 16)
         raise ProblemError(422, detail, errors=errors) from None
-    try:
+    with raise_as(partial(ProblemError, 422), plain.MisfitError, "the body is not a run record: "):
         stored = record_of(record)
-    except plain.MisfitError as error:
-        raise ProblemError(422, f"the body is not a run record: {error}") from None
     if len(dumps(stored)) > MAX_RECORD_BYTES:  # as stored, which may be larger than received
         raise ProblemError(422, f"the stored record would have more than {MAX_RECORD_BYTES} bytes")
     return stored
@@ -401,7 +399,7 @@ def _add_pages(app: FastAPI, state: State, source: str, worker: Worker, rendered
 def _get_recommendation(view: View) -> tuple[Recommendation | None, str]:
     """Return the recommended environment, or why there is none."""
     try:
-        return advise.advise_view(view, advise.Request()), ""
+        return advise.advise_view(view, AdviceRequest()), ""
     except RequestError as error:
         return None, str(error)
 
@@ -471,17 +469,15 @@ def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, render
             raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
         if query.method == "full" and "lora_rank" in query.model_fields_set:
             raise ProblemError(400, "lora_rank and method=full cannot be combined")
-        options = tuple((name, getattr(query, name)) for name in question.fields())
+        options = tuple((name, getattr(query, name)) for name in question.FIELDS)
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 
 def _add_gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
     def judged(checks: Iterable[Finding], options: GateOptions) -> Gate:
         """Return the gate's result for these checks. Raises ProblemError 400 for a check that does not exist."""
-        try:
+        with raise_as(partial(ProblemError, 400), GateError):
             selected = select(checks, require=options.require, skip=options.skip, codes=ALL_CODES)
-        except GateError as error:
-            raise ProblemError(400, str(error)) from None
         return Gate(verdict=judge(selected, fail_on=options.fail_on), checks=sort_worst_first(selected))
 
     @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problem_responses())

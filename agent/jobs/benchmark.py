@@ -13,8 +13,8 @@ from typing import Any
 
 import click
 
-from agent.advice.advise import Request
-from agent.base import units
+from agent.advice.request import Request
+from agent.base import raise_as, units
 from agent.base.options import read_snapshots
 from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
@@ -45,6 +45,14 @@ from topology.cluster import join
 from topology.expected import ExpectedBandwidth, Paths, expect_bandwidth
 from topology.graph import NicNode
 from topology.paths import CURRENT, HEALTHY, BarName, RequiredLinks, host_links, join_hosts
+
+_NVLS_SINCE = (2, 17)  # release of NCCL
+BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
+SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
+STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
+ALONE_SECONDS = 60.0  # budget of the verb bench
+CALIBRATION_SECONDS = 120.0
+CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
 
 
 @contextlib.contextmanager
@@ -91,14 +99,6 @@ def count_default_ranks(snapshots: Sequence[Snapshot]) -> int:
     return 2
 
 
-BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
-SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
-STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
-ALONE_SECONDS = 60.0  # budget of the verb bench
-CALIBRATION_SECONDS = 120.0
-CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
-
-
 def build_preflight_spec(
     snapshots: Sequence[Snapshot], ranks: int, budget_seconds: float | None = None, *, force: bool = False,
     hosts: int = 1, quick: bool = False, backend: str | None = None, required: RequiredLinks | None = None,
@@ -130,11 +130,9 @@ def measure(spec: BenchSpec, progress: Progress, stop: threading.Event) -> Bench
     """
     ranks, seconds = units.count(spec.ranks_per_host, "rank"), units.seconds(spec.budget_seconds)
     progress.step(f"measure: {', '.join(spec.ops)} with {ranks}, up to {seconds}")
-    try:
-        with stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop) as (_, signals):
-            result = run(spec, make_event_printer(progress.note), stop)
-    except (RuntimeError, OSError) as error:
-        raise BenchmarkError(str(error)) from None
+    stopping = stop_on_signals(signal.SIGTERM, signal.SIGINT, stop=stop)
+    with raise_as(BenchmarkError, (RuntimeError, OSError)), stopping as (_, signals):
+        result = run(spec, make_event_printer(progress.note), stop)
     if signals:  # also a signal received after the last measurement
         result = replace(result, stopped_by=signals[0])
     save_benchmark_result(result)
@@ -159,15 +157,11 @@ def calibrate_host(
         device="cuda" if gpu else "cpu", copies=ranks, method="full" if train.method == "full" else "lora",
         threads=threads, budget_seconds=budget_seconds,
     )  # fmt: skip
-    try:
+    with raise_as(BenchmarkError, (RuntimeError, OSError)):
         return parse_calibration(calibrate(spec, stop=stop))
-    except (RuntimeError, OSError) as error:
-        raise BenchmarkError(str(error)) from None
 
 
 # The expected bandwidth of a result: the bars of agent.checks.measured, from the links that the ranks report.
-
-_NVLS_SINCE = (2, 17)
 
 
 def describe_links(snapshots: Sequence[Snapshot], ranks: int, required: RequiredLinks | None = None) -> dict[str, Any]:
@@ -215,10 +209,9 @@ def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[s
 
 def _read_links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
     """Return the links that a host's first rank reported."""
-    try:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
         return plain.read((row.get("links") or {})[name], Paths)
-    except (KeyError, TypeError, ValueError):
-        return None
+    return None
 
 
 def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
@@ -239,22 +232,23 @@ def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 # The verb bench.
 
 
-def build_spec(options: Mapping[str, Any]) -> BenchSpec:
+def build_spec(
+    *, ops: tuple[str, ...], sizes: tuple[int, ...], precision: str, budget: float | None, quick: bool, force: bool,
+    ranks: int | None, hosts: int, node_rank: int | None, rendezvous: str | None, host_name: str | None,
+    startup: float | None, no_advice: bool,
+) -> BenchSpec:  # fmt: skip
     """Return the benchmark that the command line describes, on this host."""
     snapshots = read_snapshots((), ALL)
-    ranks = options["ranks"] or count_default_ranks(snapshots)
-    budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
-    spec = build_preflight_spec(snapshots, ranks, budget, force=options["force"], hosts=options["hosts"],
-                          quick=options["quick"])  # fmt: skip
-    ops = options["ops"] or spec.ops
-    sizes = options["sizes"] or tuple(dict.fromkeys(case.bytes for case in spec.cases))
+    budget = budget or (QUICK_SECONDS if quick else ALONE_SECONDS)
+    ranks = ranks or count_default_ranks(snapshots)
+    spec = build_preflight_spec(snapshots, ranks, budget, force=force, hosts=hosts, quick=quick)
+    all_ops, all_sizes = ops or spec.ops, sizes or tuple(dict.fromkeys(case.bytes for case in spec.cases))
     return replace(
-        spec, ops=ops, cases=tuple(Case(op=op, bytes=size) for size in sizes for op in ops),
-        sizes_bytes=options["sizes"], precision=parse_percent(options["precision"]),
-        hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
-        node_rank=options["node_rank"] if options["hosts"] > 1 else None,
-        startup_seconds=options["startup"] or (STARTUP_SECONDS if options["hosts"] == 1 else HOSTS_SECONDS),
-        environment=advise_network_environment(snapshots) if options["hosts"] > 1 and not options["no_advice"] else {},
+        spec, ops=all_ops, cases=tuple(Case(op=op, bytes=size) for size in all_sizes for op in all_ops),
+        sizes_bytes=sizes, precision=parse_percent(precision), hosts=hosts, rendezvous=rendezvous,
+        host_name=host_name, node_rank=node_rank if hosts > 1 else None,
+        startup_seconds=startup or (STARTUP_SECONDS if hosts == 1 else HOSTS_SECONDS),
+        environment=advise_network_environment(snapshots) if hosts > 1 and not no_advice else {},
     )  # fmt: skip
 
 

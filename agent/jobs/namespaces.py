@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+from agent.base import raise_as
 from collectives.bench import processes
 
 HOSTS = 2
@@ -116,7 +117,7 @@ def _join(hosts: NamespaceHosts, network: str, rate: float) -> None:
     from pyroute2.netlink.exceptions import NetlinkError
 
     burst = max(MIN_BURST_BYTES, int(rate * BURST_SECONDS))
-    try:
+    with raise_as(NamespaceError, (NetlinkError, OSError), f"{network}: "):
         for host, pid in enumerate(hosts.pids):
             with NetNS(f"/proc/{pid}/ns/net", flags=0) as inside:
                 if host == 0:
@@ -127,8 +128,6 @@ def _join(hosts: NamespaceHosts, network: str, rate: float) -> None:
                     inside.link("set", index=index, state="up")
                 inside.addr("add", index=index, address=hosts.address(network, host), prefixlen=24)
                 inside.tc("add", "tbf", index, 0, rate=int(rate), burst=burst, latency="400ms")
-    except (NetlinkError, OSError) as error:
-        raise NamespaceError(f"{network}: {error}") from None
 
 
 # Ranks are forks of this process, so that none needs seconds to import torch.

@@ -14,6 +14,10 @@ from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
+FIRST_ROWS = ("speed", "time", "cost", "memory")
+OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
+Rows = list[tuple[str, str]]
+_SAME = 1.01  # times slower: less is not shown
 MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
 
 
@@ -85,12 +89,10 @@ def _print_title(out: Console, advice: Recommendation, ranked: RankedLayout) -> 
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:
-    for line in describe_cost_of_faults(advice):
-        print_bullet(out, "!", escape(line))
-    for help_ in advice.helps_most:
-        print_bullet(out, "→", escape(help_))
-    for unknown in advice.unknowns:
-        print_bullet(out, "?", escape(unknown))
+    remarks = {"!": describe_cost_of_faults(advice), "→": advice.helps_most, "?": advice.unknowns}
+    for glyph, lines in remarks.items():
+        for line in lines:
+            print_bullet(out, glyph, escape(line))
 
 
 def parts_grid(layouts: Sequence[RankedLayout]) -> Grid:
@@ -111,8 +113,8 @@ def device_of(advice: Recommendation) -> str:
 
 def _print_no_layout(out: Console, advice: Recommendation) -> None:
     """Print why no layout fits or is forecast, and what would help."""
-    amd = advice.backend == "rccl"
-    out.print("[bold]? No layout: AMD GPUs are not supported[/bold]" if amd else "[bold red]No layout fits[/bold red]")
+    unsupported = f"[bold]? No layout: {advice.unsupported} are not supported[/bold]"
+    out.print(unsupported if advice.unsupported else "[bold red]No layout fits[/bold red]")
     print_rejected(out, advice)
     if advice.backend == "gloo":
         print_bullet(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
@@ -135,11 +137,6 @@ def _print_layout(out: Console, advice: Recommendation, chosen: RankedLayout) ->
     out.print(make_table(parts_grid([chosen])))
     for line in chosen.forecast.inputs:
         out.print(f"· {escape(line)}")
-
-
-FIRST_ROWS = ("speed", "time", "cost", "memory")
-OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
-Rows = list[tuple[str, str]]
 
 
 def list_layout_properties(advice: Recommendation, ranked: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:
@@ -205,9 +202,6 @@ def describe_cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
         sentence += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
     step = units.seconds(healthy.forecast.step_seconds.mid)
     return (f"{sentence}. On healthy nodes {healthy.layout.family} takes {step} a step.", *advice.slowed)
-
-
-_SAME = 1.01
 
 
 def describe_slowdown(times: float) -> str:
