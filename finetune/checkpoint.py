@@ -27,7 +27,6 @@ from finetune import hub, weights
 from finetune.model import build_model, causal_lm, stored_type
 
 T = TypeVar("T")
-SCHEMA_VERSION = 1
 STATE = "trainer.json"
 # For ranks that wait while others download, read, tokenise or write. NCCL's own limit of 10 minutes applies to steps
 # and to the groups of the mesh. The death of a rank is detected through its connection, not by this timeout.
@@ -79,7 +78,7 @@ class Checkpoints:
         try:
             dcp.save(dict(state), checkpoint_id=draft, process_group=self.group)
             if dist.get_rank() == 0:
-                self._publish(draft, final, {"schema_version": SCHEMA_VERSION, **about, "step": step})
+                self._publish(draft, final, {**about, "step": step})
         except (OSError, dcp.CheckpointException) as error:  # of this rank's file system; of any rank's part
             reason = self._with_room(error)
         failed = torch.tensor([float(bool(reason))])

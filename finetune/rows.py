@@ -83,6 +83,7 @@ def find_files(config: JobConfig, split: str) -> list[Path]:
     choose = partial(files_of_split, part=config.dataset_config, split=split, setting=setting)
     if path.is_dir():
         return [path / file for file in choose(path)]
+    hub.is_id("dataset_name", name)  # refuses what is neither here nor an id
     return hub.download_data(name, config.dataset_revision, choose)
 
 
