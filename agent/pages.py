@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from agent.jobs.preflight import Report
 
 ORDER = ("fail", "unknown", "warn", "pass")
+_TEMPLATES = Path(__file__).parent / "templates"
+_SHOWN_LAYOUTS = 4  # the chosen one and three others fit on the page
 
 
 def render_entry(code: str) -> Markup:
@@ -82,10 +84,6 @@ def with_subject(subject: str, message: str) -> Markup:
     if not subject or re.match(rf"{re.escape(subject)}(?![\w.:])", message):
         return inline(message)
     return Markup("<code>{}</code>: {}").format(subject, inline(message))
-
-
-_TEMPLATES = Path(__file__).parent / "templates"
-_SHOWN_LAYOUTS = 4  # the chosen one and three others fit on the page
 
 
 @cache

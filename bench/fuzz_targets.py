@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from agent import metrics
-from agent.advice.advise import Request, RequestError, advise, parse_histogram
+from agent.advice.advise import RequestError, advise
+from agent.advice.request import Request, parse_histogram
 from agent.base.options import parse_version
 from agent.base.output import to_document
 from agent.checks.baseline import compare_with_baseline, read_baseline

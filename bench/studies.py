@@ -16,7 +16,8 @@ from unittest.mock import patch
 
 from stacks import STACKS
 
-from agent.advice.advise import Request, advise_cluster
+from agent.advice.advise import advise_cluster
+from agent.advice.request import Request
 from contracts.tables import read_table
 from planner.advice import Forecast
 from planner.stacks import ENGINES

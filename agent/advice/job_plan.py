@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.advice.advise import EMBEDDED_MODEL, Request
+from agent.advice.advise import EMBEDDED_MODEL
 from agent.advice.job_settings import OURS, PLANNED, RANDOM, TRL, read_settings
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import RequestError
 from agent.base.output import to_document

@@ -19,19 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.advice.advise import EMBEDDED_MODEL, advise
+from agent.advice.request import Request
 from agent.base import raise_as
 from agent.base.options import InputError, RequestError, split_pair
 from contracts import bounded, plain
-from contracts.job_config import (
-    ConfigError,
-    JobPlan,
-    JobSettings,
-    dump_plan,
-    parse_config,
-    read_file,
-    with_overrides,
-)
+from contracts.job_config import ConfigError, JobPlan, JobSettings, dump_plan, parse_config, read_file, with_overrides
 from contracts.layout import Layout
 from contracts.tables import read_table, read_texts
 from planner.advice import Recommendation
@@ -45,6 +38,8 @@ from probes.gpu.facts import GpuFacts
 texts = read_texts(__file__, "texts.toml")
 _TABLE = read_table(__file__, "job_settings.toml")
 PLANNED: dict[str, str] = _TABLE["planned"]  # settings that the forecast uses, and their names in the planner
+_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
+_MAX_CONFIG_BYTES = 1 << 20  # of a model's config.json
 RANDOM = "random:"  # prefix of a model with random weights: only its shape is used
 
 # The embedded job has rows of about 51 tokens, padded to the longest row of a micro-batch.
@@ -109,9 +104,9 @@ def add_job_settings(request: Request, settings: JobSettings) -> Request:
 # The request for a job.
 
 
-def build_job_request(request: Request) -> Request:
+def build_job_request(request: Request, settings: JobSettings | None = None) -> Request:
     """Return the request for a job; the model is that of the request, else of the settings, else the embedded job."""
-    settings = read_settings(request, request.train.engine)
+    settings = settings or read_settings(request, request.train.engine)
     if request.model is None:
         name = str(settings.explicit.get("model_name_or_path", f"{RANDOM}{EMBEDDED_MODEL}")).removeprefix(RANDOM)
         embedded = {**EMBEDDED_REQUEST, "global_batch": request.train.global_batch or EMBEDDED_REQUEST["global_batch"]}
@@ -158,7 +153,7 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
 def complete_request(request: Request) -> Request:
     """Return the request for a job with the rows of its data and its length: steps, else epochs if rows are known."""
     settings = read_settings(request, request.train.engine)
-    request = with_rows(build_job_request(request), settings.explicit)
+    request = with_rows(build_job_request(request, settings), settings.explicit)
     if settings.config.max_steps:
         return request.changed(steps=settings.config.max_steps)
     return request if request.count_rows() is None else replace(request, epochs=settings.config.num_train_epochs)
@@ -183,8 +178,6 @@ def ask_trainer(module: str, *arguments: str, text: str = "") -> str:
 
 
 # Choose the trainer of a job: the built-in trainer, or TRL's for jobs that the built-in trainer does not support.
-
-_OF_SHARDING = ("sharding", "dp_shard", "dp_replicate", "reshard_after_forward", "offload")
 
 
 def choose_trainer(request: Request, requested: str, snapshots: Sequence[Snapshot]) -> tuple[Recommendation, str]:
@@ -236,8 +229,6 @@ def describe_refusal(advice: Recommendation) -> str:
 
 # Look up the shape of a model by its hub id.
 
-_MAX_BYTES = 1 << 20
-
 
 def look_up_shape(name: str, revision: str) -> ModelSpec | None:
     """Return the model's shape; None if the table has the name. Raises ModelError for an unknown name.
@@ -257,7 +248,7 @@ def look_up_shape(name: str, revision: str) -> ModelSpec | None:
         return None
     try:
         path = ask_trainer("finetune.hub", name, revision)  # this process does not import huggingface_hub
-        return read_model(plain.loads(bounded.read(path, _MAX_BYTES)), name=name, any_type=True)
+        return read_model(plain.loads(bounded.read(path, _MAX_CONFIG_BYTES)), name=name, any_type=True)
     except (LookupError, OSError, plain.PlainError) as error:
         if is_known:
             return None

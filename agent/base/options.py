@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from probes.api import Snapshot
     from probes.scanner import Probes
 
+RECORDINGS = (".json", ".json.gz", ".zip")
+
 
 class InputError(click.ClickException):
     """A file, name or value is invalid; the message says which one and what is allowed."""
@@ -97,9 +99,6 @@ def require_writable(option: str, path: Path, *, folder: bool = False) -> None:
 # The hosts that a command reads.
 
 
-RECORDINGS = (".json", ".json.gz", ".zip")
-
-
 def read_snapshots(
     hosts: Sequence[Path], probes: Probes, *, root: str = "/", timeout_seconds: float = 30.0,
     stop: threading.Event | None = None,
@@ -127,10 +126,11 @@ def replay_recordings(
     snapshots: list[Snapshot] = []
     paths: list[Path] = []
     for path in _list_recordings(hosts):
+        if stop and stop.is_set():
+            break
         with raise_as(InputError, (OSError, RecordingError)):
-            if not (stop and stop.is_set()):
-                snapshots += replay(path, probes, stop)
-                paths += [path] * (len(snapshots) - len(paths))
+            snapshots += replay(path, probes, stop)
+        paths += [path] * (len(snapshots) - len(paths))
     return make_names_distinct(snapshots, paths)
 
 

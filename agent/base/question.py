@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-def rows() -> dict[str, dict[str, Any]]:
-    """Return the row of each field, by its command line option ("--sequence-length")."""
-    return read_table(__file__, "question.toml")
+ROWS: dict[str, dict[str, Any]] = read_table(__file__, "question.toml")  # by command line option
 
 
 def get_parameter(option: str) -> str:
@@ -30,15 +28,13 @@ def get_parameter(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
-@cache
-def fields() -> Mapping[str, str]:
-    """Return the command line option of each field, by field name."""
-    return {str(row.get("name", get_parameter(option))): option for option, row in rows().items()}
+FIELDS: Mapping[str, str] = {str(row.get("name", get_parameter(option))): option for option, row in ROWS.items()}
+"""The command line option of each field, by field name."""
 
 
 def most(name: str) -> int:
     """Return the upper bound of a field: the largest number, or the maximum text length in characters."""
-    row = rows()[fields()[name]]
+    row = ROWS[FIELDS[name]]
     limits = option_type(row["type"]) if "type" in row else None
     return int(limits.max) if limits else int(row["most"])
 
@@ -49,8 +45,8 @@ def model() -> type[BaseModel]:
     from pydantic import ConfigDict, Field, create_model
 
     members: dict[str, Any] = {}
-    for name, option in fields().items():
-        row, limits = rows()[option], dict[str, Any]()
+    for name, option in FIELDS.items():
+        row, limits = ROWS[option], dict[str, Any]()
         kind: Any = bool if row.get("is_flag") else str
         if "choices" in row:
             kind = Literal[tuple(row["choices"])]

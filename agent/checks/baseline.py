@@ -27,6 +27,7 @@ from probes.pci.facts import PciFacts
 BASELINE_LEAST = 0.8  # fraction of the baseline; healthy links: 0.88 to 0.98 of wire rate (stas00, aws-samples)
 REPORT_VERSION = 1  # of report.json: increased if an older reader would misread the file
 LIMIT_BYTES = 32 << 20
+_MEMBERS = {"statuses": "checks of a host", "busbw": "verified benchmark of collectives", "writes": "RDMA writes"}
 Key = tuple[str, str, str]  # code, node, subject
 
 
@@ -38,9 +39,6 @@ class Baseline:
     buses: Mapping[str, PciFacts] = field(default_factory=dict)  # devices on the PCI bus, by node
     busbw: Mapping[tuple[str, int, int, str], float] = field(default_factory=dict)  # by op, S, ranks, backend: bytes/s
     writes: Mapping[str, RdmaWrite] = field(default_factory=dict)  # by port
-
-
-_MEMBERS = {"statuses": "checks of a host", "busbw": "verified benchmark of collectives", "writes": "RDMA writes"}
 
 
 def read_baseline(path: Path | None, needs: Sequence[str] = ()) -> Baseline:

@@ -37,6 +37,7 @@ from topology.graph import NodeTopology, nvlinks
 MAX_BYTES = 1 << 16  # a file of a dozen lines
 MAX_NAMES = 64
 _FORMS = read_table(__file__, "expect.toml")
+_SETTLES = {"gpus": "gpu.device.not_given", "hcas": "rdma.port.down"}  # check that the expected number decides
 
 Judgement = tuple[bool | None, str]  # whether an expectation is met (None: unknown), and what the node has
 
@@ -148,9 +149,6 @@ def check_expectations(
         else check
         for check in (*checks, *results)
     )
-
-
-_SETTLES = {"gpus": "gpu.device.not_given", "hcas": "rdma.port.down"}
 
 
 def _check(node: str, one: NodeExpectation, met: bool | None, have: str, outcomes: Mapping[str, object]) -> Finding:

@@ -41,21 +41,27 @@ def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Fin
     unread = {"gpu": explain_unread_gpus(snapshot), "rdma": explain_unread_hcas(snapshot)}
     failed = {name for name, outcome in snapshot.outcomes.items() if isinstance(outcome, Failed)}
     required = {*(failed & {*ALWAYS_THERE, "gpu"}), *_find_families(snapshot, pci)}  # without NVML the probe is absent
-    # A device plugin may have given a missing file to another pod, but not on a host. A container without any such file
-    # (unless it is the agent's) has no RDMA for its job.
-    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
-    without_files = not any(device.uverbs for device in (rdma.devices if rdma else ()))
-    of_job = without_files and limits is not None and not limits.of_agent
-    needed = {"rdma.uverbs.missing"} if of_job or (pci is not None and pci.container is None) else set()
+    optional = NOT_REQUIRED.keys() - ({"rdma.uverbs.missing"} if _needs_device_files(snapshot, pci) else set())
     for check in checks:
         family = check.code.split(".")[0]
         reason = unread.get(family, "")
         proven = check.evidence or check.code.endswith(".probe.failed")  # such a check is not changed
         if reason and check.status in ("pass", "unknown") and not proven:
             check = replace(check, status=Status.UNKNOWN, message=reason)
-        excused = check.code in NOT_REQUIRED.keys() - needed and not reason and family not in failed
+        excused = check.code in optional and not reason and family not in failed
         is_required = check.status == "unknown" and family in required and not excused
         yield replace(check, required=True) if is_required else check
+
+
+def _needs_device_files(snapshot: Snapshot, pci: PciFacts | None) -> bool:
+    """Return whether a missing device file of RDMA is a fault: on a host, and in a job's container without any.
+
+    In another container a device plugin may have given the file to another pod.
+    """
+    rdma, limits = snapshot.facts(RdmaFacts), snapshot.facts(LimitsFacts)
+    has_files = any(device.uverbs for device in (rdma.devices if rdma else ()))
+    is_job_without_files = not has_files and limits is not None and not limits.of_agent
+    return is_job_without_files or (pci is not None and pci.container is None)
 
 
 def _find_families(snapshot: Snapshot, pci: PciFacts | None) -> set[str]:

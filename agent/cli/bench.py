@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +20,22 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agent.jobs.networks import NetworkBars
+    from collectives.bench.perftest import Port
     from collectives.bench.results import BenchResult
     from contracts.finding import Finding
     from probes.api import Snapshot
 
+_BAR_WIDTH = 20  # characters
+
 
 @command("bench")
-def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **options: Any) -> None:
+def bench(
+    form: str, save: Path | None, baseline: Path | None, verbose: bool, rdma: str | None, devices: tuple[str, ...],
+    startup: float | None, **options: Any,
+) -> None:  # fmt: skip
     """Run the benchmark, compare it with a baseline, print the result, and exit with its code."""
-    if options["rdma"]:
-        sys.exit(_bench_rdma(options, form, save, baseline))
+    if rdma:
+        sys.exit(_bench_rdma(rdma, devices, startup, form, save, baseline))
     from agent.base.result_store import save_benchmark_result
     from agent.checks.baseline import add_baseline_bars, read_baseline
     from agent.checks.measured import check_bars
@@ -41,7 +47,7 @@ def bench(form: str, save: Path | None, baseline: Path | None, verbose: bool, **
     stop, received = _stop_on_signals()
     progress = Progress()
     before = read_baseline(baseline, ("busbw",)).busbw  # before the run, to reject a wrong file early
-    spec = build_spec(options)
+    spec = build_spec(startup=startup, **options)
     progress.step(f"measure: {spec.world_size} ranks, up to {units.seconds(spec.budget_seconds)}")
     result = run(spec, make_event_printer(progress.note), stop)
     if received:
@@ -68,8 +74,10 @@ def _stop_on_signals() -> tuple[threading.Event, list[str]]:
     return click.get_current_context().with_resource(stop_on_signals(signal.SIGTERM, signal.SIGINT))
 
 
-def _bench_rdma(options: Mapping[str, Any], form: str, save: Path | None, baseline: Path | None) -> int:
-    """Measure RDMA writes to the other host, or serve as their target; return the exit code."""
+def _bench_rdma(
+    peer: str, devices: Sequence[str], wait_seconds: float | None, form: str, save: Path | None, baseline: Path | None
+) -> int:
+    """Measure RDMA writes to the other host, or with the peer "listen" serve as their target; return the exit code."""
     from agent.checks.baseline import read_baseline
     from agent.jobs.benchmark import check_writes, select_ports, with_bars
     from agent.terminal import measured
@@ -77,36 +85,44 @@ def _bench_rdma(options: Mapping[str, Any], form: str, save: Path | None, baseli
     from probes.registry import ALL
 
     stop, received = _stop_on_signals()
-    seconds = options["startup"] or perftest.WAIT_SECONDS
-    progress = Progress()
+    seconds = wait_seconds or perftest.WAIT_SECONDS
     before = read_baseline(baseline, ("writes",)).writes  # before the run, to reject a wrong file early
     perftest.require_program()
     (snapshot,) = read_snapshots((), ALL, stop=stop)
-    ports = select_ports(snapshot, options["devices"])
+    ports = select_ports(snapshot, devices)
     if not ports:
         print_text(f"{snapshot.hostname}: no RDMA port is ACTIVE; `topoflight scan` shows why", err=True)
         _report_low(_find_causes(snapshot))
         return EXIT_FAILED
-    listed = ", ".join(map(str, ports))
-    with processes.lock_host():
-        if options["rdma"] == "listen":
-            progress.step(f"listen: {listed}, up to {units.seconds(seconds)} for each to be written to")
-            served, problems = perftest.listen(ports, wait_seconds=seconds, stop=stop)
-            for problem in problems:
-                print_text(problem, err=True)
-            _report_low(_find_causes(snapshot) if problems else ())
-            if signal.SIGINT.name in received:
-                return EXIT_INTERRUPTED
-            return EXIT_PASS if served and not problems else EXIT_FAILED
-        progress.step(f"measure: writes of {listed} to {options['rdma']}, {perftest.RUN_SECONDS} s for each")
-        result = perftest.write(ports, options["rdma"], wait_seconds=seconds, stop=stop)
-    result = with_bars(result, snapshot, before)
-    emit(result, form, lambda out: measured.print_rdma_writes(out, result))
-    save_document(save, result)
-    well = _report_low([*check_writes(result, before), *([] if result.complete else _find_causes(snapshot))])
+    if peer == "listen":
+        has_passed = _serve_rdma_writes(snapshot, ports, seconds, stop)
+    else:
+        with processes.lock_host():
+            listed = ", ".join(map(str, ports))
+            Progress().step(f"measure: writes of {listed} to {peer}, {perftest.RUN_SECONDS} s for each")
+            result = perftest.write(ports, peer, wait_seconds=seconds, stop=stop)
+        result = with_bars(result, snapshot, before)
+        emit(result, form, lambda out: measured.print_rdma_writes(out, result))
+        save_document(save, result)
+        causes = [] if result.complete else _find_causes(snapshot)
+        has_passed = _report_low([*check_writes(result, before), *causes]) and result.complete
     if signal.SIGINT.name in received:
         return EXIT_INTERRUPTED
-    return EXIT_PASS if well and result.complete else EXIT_FAILED
+    return EXIT_PASS if has_passed else EXIT_FAILED
+
+
+def _serve_rdma_writes(host: Snapshot, ports: Sequence[Port], wait_seconds: float, stop: threading.Event) -> bool:
+    """Wait until the other host has written to each port; print problems, and return whether there was none."""
+    from collectives.bench import perftest, processes
+
+    listed = ", ".join(map(str, ports))
+    with processes.lock_host():
+        Progress().step(f"listen: {listed}, up to {units.seconds(wait_seconds)} for each to be written to")
+        served, problems = perftest.listen(ports, wait_seconds=wait_seconds, stop=stop)
+    for problem in problems:
+        print_text(problem, err=True)
+    _report_low(_find_causes(host) if problems else ())
+    return bool(served) and not problems
 
 
 def _find_causes(host: Snapshot) -> list[Finding]:
@@ -166,7 +182,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 @command("calibrate")
 def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.jobs.benchmark import calibrate_host, count_default_ranks, list_gpus
     from probes.registry import ALL
 
@@ -186,8 +202,6 @@ def calibrate(model: str, sequence_length: int, target: Path | None, **options: 
 
 
 # One fine-tune over several networks.
-
-_BAR_WIDTH = 20  # characters
 
 
 @command("compare-networks")

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from collectives.nccl_log.transport import Evidence
 
+_NVLINK_WORDS, _OUTCOMES = read_table(__file__, "evidence.toml").values()
+
 
 @command("evidence")
 @click.argument("source", metavar="[FILE|DIR|-]...", nargs=-1)
@@ -36,9 +38,6 @@ def evidence(
     document = {**plain.write(result), "exit_code": reader.exit_code(result)}
     emit(document, form, lambda out: print_evidence(out, result, verbose=verbose))
     sys.exit(reader.exit_code(result, fail_on=fail_on, require_gdrdma=require_gdrdma))
-
-
-_NVLINK_WORDS, _OUTCOMES = read_table(__file__, "evidence.toml").values()
 
 
 def _print_verdict(out: Console, result: Evidence) -> None:

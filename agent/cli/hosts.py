@@ -13,6 +13,8 @@ from agent.base.output import console, emit, print_text, write_result
 if TYPE_CHECKING:
     from probes.api import Snapshot
 
+DEMO = Path(__file__).parents[1] / "data" / "demo.json"
+
 
 @command("scan")
 def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everything: bool, verbose: bool) -> None:
@@ -25,9 +27,6 @@ def scan(hosts: tuple[Path, ...], root: str, form: str, timeout: float, everythi
     value = [{"snapshot": s, "checks": [c for c in view.checks if c.node == s.hostname]} for s in view.snapshots]
     emit(value if len(value) > 1 else value[0], form,
          lambda out: print_scan(out, view, verbose=verbose or everything, everything=everything))  # fmt: skip
-
-
-DEMO = Path(__file__).parents[1] / "data" / "demo.json"
 
 
 @command("demo")

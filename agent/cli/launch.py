@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import EXIT_FAILED, EXIT_PASS, raise_as
-from agent.base.options import (
-    InputError,
-    NothingFitsError,
-    command,
-    describe_source,
-    read_input,
-    require_writable,
-)
+from agent.base.options import InputError, NothingFitsError, command, describe_source, read_input, require_writable
 from agent.base.output import Progress, console, print_notes, print_text, render, write_result
 from agent.base.units import count
 from contracts import plain
@@ -34,6 +27,7 @@ if TYPE_CHECKING:
     from contracts.job_config import JobPlan
     from contracts.run_record import RunRecord
     from planner.advice import Recommendation
+    from planner.kubernetes.manifests import Document
     from probes.api import Snapshot
 
 _MANIFEST_BYTES = 1 << 20
@@ -85,7 +79,6 @@ def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], op
     """Create the job, or print it with --dry-run."""
     from agent.advice.advise import adapt_to_pods
     from agent.advice.job_plan import describe_grace
-    from agent.cluster.client import connect
     from agent.jobs import cluster_job
     from planner.kubernetes import networks
     from planner.kubernetes.manifests import SAVE_SECONDS, render as render_documents
@@ -115,13 +108,21 @@ def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], op
     elif options.with_network:
         raise click.UsageError("--network: an administrator has to apply these resources; add --dry-run to print them")
     else:
-        warned: dict[str, None] = {}  # from the dry run and again from the creation
-        client = connect(options.context, on_warning=lambda text: warned.setdefault(text))
-        try:
-            for line in cluster_job.create(client, documents):
-                print_text(line)
-        finally:
-            print_notes(warned, "warning: the API server says")
+        _create_objects(documents, options.context)
+
+
+def _create_objects(documents: Sequence[Document], context: str | None) -> None:
+    """Create the job's objects through the API server, and print what was created, and the server's warnings once."""
+    from agent.cluster.client import connect
+    from agent.jobs import cluster_job
+
+    warned: dict[str, None] = {}  # from the dry run and again from the creation
+    client = connect(context, on_warning=lambda text: warned.setdefault(text))
+    try:
+        for line in cluster_job.create(client, documents):
+            print_text(line)
+    finally:
+        print_notes(warned, "warning: the API server says")
 
 
 def _submit_script(advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions) -> None:
@@ -282,7 +283,7 @@ def wrap(
     config: Path | None, monitor: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Read the file, print the changes, and write them if requested."""
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from agent.jobs.script import wrap_manifest
     from agent.jobs.slurm import add_to_script
 

@@ -44,10 +44,16 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         machine = machine_of(replay_recordings(hosts[:1], SOURCES)[0])
     name = "" if source == "-" or kind == "process" else source
     linted = lint_text(text, kind, nccl_version=nccl_version, machine=machine, name=name)
-    if form != "table":
+    if form == "table":
+        _print_result(linted, has_machine=machine is not None)
+    else:
         print_text("\n".join(filter(None, (linted.unread, linted.read))), err=True)
         print_text(render(list(linted.checks), form), nl=False)
-        sys.exit(linted.exit_code)
+    sys.exit(linted.exit_code)
+
+
+def _print_result(linted: LintResult, *, has_machine: bool) -> None:
+    """Print the verdict, what was read, and the findings."""
     from agent.terminal.findings import print_findings
 
     if linted.unread:
@@ -57,21 +63,18 @@ def lint_env(source: str, kind: str, nccl_version: str | None, hosts: tuple[Path
         others = " No problems found in the others." if linted.names else ""
         print_text(f"! Not checked: {count} that no started program gets.{others}")
     elif not linted.checks:
-        next_step = "no change needed" if hosts else "add --host to check it against a machine"
+        next_step = "no change needed" if has_machine else "add --host to check it against a machine"
         print_text(f"✓ no problems found in this environment → {next_step}")
     console().print(linted.read, markup=False, highlight=False)
     print_findings(console(), linted.checks, everything=True)
-    sys.exit(linted.exit_code)
 
 
 def read_process_environment(pid: str) -> str:
     """Return the environment of a running process from /proc."""
-    try:
-        return Path(f"/proc/{int(pid)}/environ").read_bytes().decode("utf-8", errors="replace")
-    except ValueError:
-        raise click.UsageError(f"{pid}: must be a process id") from None
-    except OSError as error:
-        raise InputError(f"process {pid}: {error.strerror}") from None
+    if not pid.isdecimal():
+        raise click.UsageError(f"{pid}: must be a process id")
+    with raise_as(InputError, OSError, f"process {pid}: "):
+        return Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", errors="replace")
 
 
 class LintResult(NamedTuple):

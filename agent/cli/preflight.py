@@ -25,20 +25,21 @@ FORMATS = ("table", "json", "yaml", "junit", "github", "slurm", "reason")
 @command("preflight")
 def preflight(
     forms: tuple[str, ...], everything: bool, verbose: bool, quiet: bool, save: Path | None,
-    **options: Any,
+    **values: Any,
 ) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and exit with the verdict's code."""
     targets = [_parse_target(form) for form in forms] or [("table", None)]
-    from agent.jobs.preflight import judge_nodes, run, write_folder
+    from agent.jobs.options import PreflightOptions
+    from agent.jobs.preflight import REPORTS, judge_nodes, run, write_folder
 
-    folder: Path | None = options.pop("folder")
-    if folder is None and options["train"]:
-        folder = Path("reports")
+    options = PreflightOptions.of(**values)
+    folder = options.folder or (REPORTS if options.train else None)
+    if folder is REPORTS:
         require_writable("--report", folder, folder=True)
-    if options["nodes"] is not None or options["selector"] is not None:
+    if options.nodes is not None or options.selector is not None:
         report = judge_nodes(options)
     else:
-        report = run({**options, "output": folder}, Progress(quiet=quiet))
+        report = run(options, Progress(quiet=quiet))
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)

@@ -18,7 +18,7 @@ from agent.base.question import most
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agent.advice.advise import Request
+    from agent.advice.request import Request
     from planner.advice import Recommendation
     from probes.api import Snapshot
 
@@ -29,7 +29,8 @@ def recommend(
     list_exports: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Ask the planner and print the answer in the requested format."""
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, Request, adapt_to_pods, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMATS, adapt_to_pods, advise, export
+    from agent.advice.request import Request
     from planner.forecast.models import KNOWN
 
     if list_exports or options["model"] == "list":
@@ -58,11 +59,18 @@ def recommend(
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         print_text(export(advice, form, nodes=request.nodes or max(1, len(request.hosts))), nl=False)
     if advice.model is not None and advice.chosen is None:
-        misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")[: 0 if form == "table" else 3]
-        nearest = f" ({'; '.join(f'{row.what}: {row.reason}' for row in misses)})" if misses else ""
-        could = "".join(f"\n{line}" for line in advice.helps_most[:1] if misses)  # the table has shown both
         verb = "is forecast for AMD GPUs" if advice.backend == "rccl" else "fits"
-        raise NothingFitsError(f"no layout of {advice.model.name} {verb}{nearest}{could}")
+        reasons = "" if form == "table" else _explain_no_layout(advice)  # the table has shown them
+        raise NothingFitsError(f"no layout of {advice.model.name} {verb}{reasons}")
+
+
+def _explain_no_layout(advice: Recommendation) -> str:
+    """Return why the nearest layouts were rejected, and the change that helps most; too little memory comes first."""
+    misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")[:3]
+    if not misses:
+        return ""
+    nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses)
+    return "\n".join([f" ({nearest})", *advice.helps_most[:1]])
 
 
 def _advise_on_file(request: Request, snapshots: Sequence[Snapshot]) -> Recommendation:

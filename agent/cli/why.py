@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from agent.jobs.slurm import JobFiles
     from planner.why import Verdict
 
+_COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
+
 
 @command("why")
 @click.argument("logs", metavar="[LOG]...", nargs=-1)
@@ -98,9 +100,6 @@ def _open_log(word: str, stack: ExitStack) -> str:
     shutil.copyfileobj(sys.stdin.buffer, copy)
     copy.flush()
     return copy.name
-
-
-_COLOURS = {"stuck": "red", "failed": "red", "slow": "yellow", "fine": "green"}
 
 
 def show(out: Console, verdict: Verdict) -> None:

@@ -1,4 +1,4 @@
-"""One record per node, stored in the custom resource NodeTopology, and the gate of `preflight --nodes` for records.
+"""One record per node, stored in the custom resource NodeTopology.
 
 Specification: deploy/daemonset/base/nodetopology-crd.yaml. A record contains the machine's facts without host name,
 UUIDs and addresses. Equal nodes therefore have equal facts, and thousands of nodes have only a few distinct machines.
@@ -25,15 +25,13 @@ from functools import lru_cache
 from typing import Any
 
 from agent.base import units, version
-from agent.checks.codes import CLUSTER_CODES, make_finding
-from agent.checks.expect import NodeExpectation, check_expectations
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import explain_unread_gpus, explain_unread_hcas
-from agent.checks.verdict import GateError, judge
+from agent.checks.verdict import judge
 from agent.checks.view import View
-from agent.cluster.client import Client, make_path
+from agent.cluster.client import Client, Json, make_path
 from contracts import bounded, plain
-from contracts.finding import Finding, Status
+from contracts.finding import Finding
 from contracts.redaction import redact
 from contracts.run_record import timestamp
 from contracts.tables import read_table
@@ -51,7 +49,6 @@ from topology.graph import NodeTopology
 
 log = logging.getLogger(__name__)
 
-Json = dict[str, Any]
 API_VERSION = "topoflight.io/v1alpha1"
 KIND = "NodeTopology"
 PLURAL = "nodetopologies"
@@ -412,82 +409,3 @@ def parse_time(text: Any) -> float:
         return float(calendar.timegm(time.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ")))
     except ValueError:
         return 0.0
-
-
-# The gate for nodes: which nodes `preflight --nodes` and `--selector` select, and the findings of their records.
-
-_SILENT, _VERDICT, _UNREADY, _CORDONED = CLUSTER_CODES
-
-
-def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> dict[str, list[Finding]]:
-    """Return the selected nodes, those of `selector` with findings. Raises ApiError, or GateError if there are none."""
-    selected: dict[str, list[Finding]] = {name: [] for name in names}
-    if selector:
-        labelled = client.items(make_path("v1", "nodes"), {"labelSelector": selector})
-        selected |= {item["metadata"]["name"]: _check_node_object(item) for item in labelled}
-    if not selected:  # an empty variable of a pipeline
-        raise GateError(
-            f"--selector {selector}: no node has these labels" if selector else "--nodes or --selector is empty"
-        )
-    return selected
-
-
-def _check_node_object(item: Json) -> list[Finding]:
-    """Return whether the node is Ready and cordoned. A node that has just joined has no condition Ready: unknown."""
-    name, conditions = item["metadata"]["name"], (item.get("status") or {}).get("conditions") or ()
-    ready: Json = next((condition for condition in conditions if condition.get("type") == "Ready"), {})
-    bad = {_UNREADY: ready["status"] != "True"} if ready else {}
-    why = ": ".join(filter(None, (ready.get("reason"), ready.get("message"))))
-    bad[_CORDONED] = bool((item.get("spec") or {}).get("unschedulable"))
-    return [
-        make_finding(code, name, why=why, name=name) if is_bad else Finding(code=code, status=Status.PASS, node=name)
-        for code, is_bad in bad.items()
-    ]
-
-
-def check_nodes(
-    names: Iterable[str], records: Fleet, *, now: float | None = None, expected: Sequence[NodeExpectation] = ()
-) -> tuple[Finding, ...]:
-    """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
-    now = time.time() if now is None else now
-    checks: list[Finding] = []
-    for name in names:
-        record = records.record(name)
-        if record is None or record.silent(now):
-            checks.append(make_finding(_SILENT, name, why=_explain_silence(record, now)))
-            continue
-        checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
-        of_node = check_record(name, record)
-        if expected:
-            node = records.topology(record)
-            of_node = [*check_expectations(expected, of_node, name, (records.snapshot(record), node) if node else None)]
-        checks += of_node
-    return tuple(checks)
-
-
-def _explain_silence(record: NodeRecord | None, now: float) -> str:
-    if record is None:
-        return "no agent publishes it"
-    if not record.scanned_at_seconds:
-        return "its agent has never answered"
-    if record.stopped_at_seconds is not None:
-        return f"its agent ended {units.duration(max(0.0, now - record.stopped_at_seconds))} ago"
-    lead = record.scanned_at_seconds - now
-    return f"its clock is {units.duration(lead)} ahead of ours" if lead > 0 else f"silent for {units.duration(-lead)}"
-
-
-def check_record(name: str, record: NodeRecord) -> list[Finding]:
-    """Return the findings of a record, and its verdict if that is worse than all findings."""
-    statuses: dict[str, Status] = {"fail": Status.FAIL, "unknown": Status.UNKNOWN}
-    findings = [
-        Finding(code=str(entry.get("code", "")), node=name,
-                status=statuses.get(str(entry.get("severity")), Status.WARN), subject=str(entry.get("subject", "")),
-                message=str(entry.get("message", "")), remedy=str(entry.get("remedy", "")),
-                required=entry.get("severity") == "unknown")
-        for entry in record.findings
-    ]  # fmt: skip
-    worst = record.verdict
-    if worst in statuses and not any(check.status in (worst, "fail") for check in findings):
-        verdict = make_finding(_VERDICT, name, statuses[worst], word=worst)
-        return [*findings, replace(verdict, required=worst == "unknown")]
-    return [*findings, Finding(code=_VERDICT, status=Status.PASS, node=name)]

@@ -31,6 +31,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from agent.base import raise_as
 from agent.cluster.client import ApiError, Client, make_path
 from agent.http.worker import ProblemError
 from contracts import bounded
@@ -195,10 +196,8 @@ def read_tokens(path: Path) -> list[str]:
     """Read the tokens of a file that only its owner (or group) may read. Raises ValueError."""
     if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ValueError(f"{path} may be read or written by everyone: chmod 640")
-    try:
+    with raise_as(ValueError, ValueError, f"{path}: "):
         lines = [line.strip() for line in bounded.read(path, _MAX_TOKEN_BYTES).decode("ascii").splitlines()]
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
     tokens = [line for line in lines if line and not line.startswith("#")]
     if not tokens:
         raise ValueError(f"{path}: contains no token; allowed: one token of at least 16 characters per line")

@@ -18,7 +18,8 @@ from agent.checks.codes import CLUSTER_CODES
 from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
 from agent.checks.verdict import judge
 from agent.checks.view import View
-from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, parse_time
+from agent.cluster.gate import check_nodes
+from agent.cluster.nodes import Fleet, NodeRecord, parse_time
 from agent.jobs import search
 from agent.pages import digest, environment, group_rows, make_rows, render
 from contracts.finding import Finding, Status
@@ -152,7 +153,7 @@ def _compare_families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -
 
 
 environment().globals.update(
-    field=lambda name: question.rows()[question.fields()[name]], most=question.most, changed=history.describe_changes,
+    field=lambda name: question.ROWS[question.FIELDS[name]], most=question.most, changed=history.describe_changes,
     exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summarise,
     search_picture=lambda result: Markup(search.draw_pairs(result)),  # noqa: S704 - escaped there
 )  # fmt: skip

@@ -30,6 +30,7 @@ from starlette.requests import ClientDisconnect
 
 from agent import base, metrics
 from agent.advice import advise
+from agent.advice.request import Request as AdviceRequest
 from agent.base import question, raise_as
 from agent.base.options import RequestError
 from agent.checks.codes import ALL_CODES
@@ -398,7 +399,7 @@ def _add_pages(app: FastAPI, state: State, source: str, worker: Worker, rendered
 def _get_recommendation(view: View) -> tuple[Recommendation | None, str]:
     """Return the recommended environment, or why there is none."""
     try:
-        return advise.advise_view(view, advise.Request()), ""
+        return advise.advise_view(view, AdviceRequest()), ""
     except RequestError as error:
         return None, str(error)
 
@@ -468,7 +469,7 @@ def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, render
             raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
         if query.method == "full" and "lora_rank" in query.model_fields_set:
             raise ProblemError(400, "lora_rank and method=full cannot be combined")
-        options = tuple((name, getattr(query, name)) for name in question.fields())
+        options = tuple((name, getattr(query, name)) for name in question.FIELDS)
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from agent.advice import advise
+from agent.advice.request import Request as AdviceRequest
 from agent.base import log_to_stderr, output
 from agent.base.options import RequestError
 from agent.base.question import model as question_model
@@ -267,7 +268,7 @@ class WorkerData:
 
 def recommendations(data: WorkerData, *, options: tuple[tuple[str, Any], ...], form: str) -> Answer:
     """Return environment and layout of this node, as JSON or as an export."""
-    request = advise.Request.of(**dict(options), allow_files=False)
+    request = AdviceRequest.of(**dict(options), allow_files=False)
     advice = advise.advise_view(data.view, request)
     if form in advise.EXPORTS:
         return Answer(body=advise.export(advice, form, nodes=request.nodes or 1).encode(), media_type="text/plain")
@@ -278,14 +279,12 @@ def what_if(data: WorkerData, *, fields: tuple[tuple[str, str], ...]) -> Answer:
     """Return the page of layouts; the form is parsed here, so that the page can name an invalid field."""
     from agent.http import pages
 
-    form, view = dict(fields), data.view
-    if not form.get("model"):
-        return make_page(pages.render_what_if_page(view, form, None, ""))
+    form, advice, refusal = dict(fields), None, ""
     try:
-        advice = advise.advise_view(view, read_form(form))
-        return make_page(pages.render_what_if_page(view, form, advice, ""))
+        advice = advise.advise_view(data.view, read_form(form)) if form.get("model") else None
     except RequestError as error:
-        return make_page(pages.render_what_if_page(view, form, None, str(error)), 400)
+        refusal = str(error)
+    return make_page(pages.render_what_if_page(data.view, form, advice, refusal), 400 if refusal else 200)
 
 
 def nodes(data: WorkerData, *, source: str, interval: float) -> Answer:
@@ -315,11 +314,11 @@ _FUNCTIONS: tuple[Callable[..., Answer], ...] = (recommendations, what_if, nodes
 QUESTIONS = {function.__name__: function for function in _FUNCTIONS}
 
 
-def read_form(form: Mapping[str, str]) -> advise.Request:
+def read_form(form: Mapping[str, str]) -> AdviceRequest:
     """Parse a form; an empty field counts as omitted. Raises RequestError that names an invalid field."""
     values = {name: text.strip() for name, text in form.items() if text.strip()}
     try:
-        return advise.Request.of(**dict(question_model().model_validate(values)), allow_files=False)
+        return AdviceRequest.of(**dict(question_model().model_validate(values)), allow_files=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name, allowed = str(first["loc"][0]), re.sub("^(Input|String) should", "must", first["msg"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base import raise_as, units
 from agent.base.options import read_snapshots
 from agent.base.output import Progress
@@ -91,6 +91,7 @@ def count_default_ranks(snapshots: Sequence[Snapshot]) -> int:
     return 2
 
 
+_NVLS_SINCE = (2, 17)  # release of NCCL
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
 SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
 STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
@@ -163,8 +164,6 @@ def calibrate_host(
 
 # The expected bandwidth of a result: the bars of agent.checks.measured, from the links that the ranks report.
 
-_NVLS_SINCE = (2, 17)
-
 
 def describe_links(snapshots: Sequence[Snapshot], ranks: int, required: RequiredLinks | None = None) -> dict[str, Any]:
     """Return this host's links as plain values for the ranks of other hosts; empty without a GPU."""
@@ -211,10 +210,9 @@ def _make_bar(name: BarName, op: str, size_bytes: int, hello: Sequence[Mapping[s
 
 def _read_links(name: BarName, row: Mapping[str, Any]) -> Paths | None:
     """Return the links that a host's first rank reported."""
-    try:
+    with contextlib.suppress(KeyError, TypeError, ValueError):
         return plain.read((row.get("links") or {})[name], Paths)
-    except (KeyError, TypeError, ValueError):
-        return None
+    return None
 
 
 def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
@@ -235,22 +233,23 @@ def detect_nvls(row: Mapping[str, Any]) -> tuple[bool | None, tuple[str, ...]]:
 # The verb bench.
 
 
-def build_spec(options: Mapping[str, Any]) -> BenchSpec:
+def build_spec(
+    *, ops: tuple[str, ...], sizes: tuple[int, ...], precision: str, budget: float | None, quick: bool, force: bool,
+    ranks: int | None, hosts: int, node_rank: int | None, rendezvous: str | None, host_name: str | None,
+    startup: float | None, no_advice: bool,
+) -> BenchSpec:  # fmt: skip
     """Return the benchmark that the command line describes, on this host."""
     snapshots = read_snapshots((), ALL)
-    ranks = options["ranks"] or count_default_ranks(snapshots)
-    budget = options["budget"] or (QUICK_SECONDS if options["quick"] else ALONE_SECONDS)
-    spec = build_preflight_spec(snapshots, ranks, budget, force=options["force"], hosts=options["hosts"],
-                          quick=options["quick"])  # fmt: skip
-    ops = options["ops"] or spec.ops
-    sizes = options["sizes"] or tuple(dict.fromkeys(case.bytes for case in spec.cases))
+    budget = budget or (QUICK_SECONDS if quick else ALONE_SECONDS)
+    ranks = ranks or count_default_ranks(snapshots)
+    spec = build_preflight_spec(snapshots, ranks, budget, force=force, hosts=hosts, quick=quick)
+    all_ops, all_sizes = ops or spec.ops, sizes or tuple(dict.fromkeys(case.bytes for case in spec.cases))
     return replace(
-        spec, ops=ops, cases=tuple(Case(op=op, bytes=size) for size in sizes for op in ops),
-        sizes_bytes=options["sizes"], precision=parse_percent(options["precision"]),
-        hosts=options["hosts"], rendezvous=options["rendezvous"], host_name=options["host_name"],
-        node_rank=options["node_rank"] if options["hosts"] > 1 else None,
-        startup_seconds=options["startup"] or (STARTUP_SECONDS if options["hosts"] == 1 else HOSTS_SECONDS),
-        environment=advise_network_environment(snapshots) if options["hosts"] > 1 and not options["no_advice"] else {},
+        spec, ops=all_ops, cases=tuple(Case(op=op, bytes=size) for size in all_sizes for op in all_ops),
+        sizes_bytes=sizes, precision=parse_percent(precision), hosts=hosts, rendezvous=rendezvous,
+        host_name=host_name, node_rank=node_rank if hosts > 1 else None,
+        startup_seconds=startup or (STARTUP_SECONDS if hosts == 1 else HOSTS_SECONDS),
+        environment=advise_network_environment(snapshots) if hosts > 1 and not no_advice else {},
     )  # fmt: skip
 
 

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from agent.advice.advise import EMBEDDED_MODEL, Request, adapt_to_pods, advise, advise_cluster, with_fsdp
+from agent.advice.advise import EMBEDDED_MODEL, adapt_to_pods, advise, advise_cluster, with_fsdp
 from agent.advice.job_plan import build_job_plan, plan_transport, require_layout
 from agent.advice.job_settings import build_job_request, complete_request, read_settings
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, print_notes, print_text, render_template, write_atomic

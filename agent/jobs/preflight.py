@@ -9,15 +9,16 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from agent.advice.advise import Request, advise, with_fsdp
+from agent.advice.advise import advise, with_fsdp
 from agent.advice.job_plan import build_job_plan, estimate_grace
 from agent.advice.job_settings import build_job_request, read_settings
+from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
@@ -28,6 +29,7 @@ from agent.checks.host_checks import make_unmeasured
 from agent.checks.verdict import GateError, Verdict, describe_unchecked_gpus, judge, select
 from agent.checks.view import View, build_view, fail_full_gpus, with_environment
 from agent.jobs import benchmark, launch
+from agent.jobs.options import PreflightOptions
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import compress_host_list, expand_host_list, name_in_slurm
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from agent.cluster.nodes import NodeRecord
 
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
+REPORTS = Path("reports")  # folder of the report and of runs, unless --report names one
 PROBE_SECONDS = 30.0  # for each probe; a faulty node is slow
 
 
@@ -77,23 +80,18 @@ class Report:
         return units.some([s.hostname for s in self.snapshots] or [node.name for node in self.nodes])
 
 
-def run(options: Mapping[str, Any], progress: Progress) -> Report:
-    """Scan, build, measure, recommend, train, compare, judge. SIGTERM after the scan ends it with the results so far.
-
-    `options` are those of the verb, with the report's folder as `output`.
-    """
+def run(options: PreflightOptions, progress: Progress) -> Report:
+    """Scan, measure, recommend, train, compare and judge. SIGTERM after the scan ends it with the results so far."""
     started, clock = time.time(), time.monotonic()
     # first, so that a wrong word or file is rejected before the run
-    expected = require_expectations(options["expect"], options["expect_file"])
-    needs = ("statuses", "busbw") if options["measure"] or options["train"] else ("statuses",)
-    before = baseline.read_baseline(options["baseline"], needs)
-    # --nodes of this verb names nodes of a cluster; a job of this verb runs on this host
-    nodes = 1 if options["train"] else None
-    request = Request.of(**{**options, "nodes": nodes}, ranks_per_node=options["ranks"])
+    expected = require_expectations(options.expect, options.expect_file)
+    needs = ("statuses", "busbw") if options.measure or options.train else ("statuses",)
+    before = baseline.read_baseline(options.baseline, needs)
+    request = replace(options.request, nodes=1) if options.train else options.request  # a job runs on this host
     read_settings(request)
-    progress.step("scan: asking this host" if not options["hosts"] else "scan: replaying recordings")
-    seconds = min(PROBE_SECONDS, options["timeout"])
-    snapshots = read_snapshots(options["hosts"], ALL, root=options["root"], timeout_seconds=seconds)
+    progress.step("scan: asking this host" if not request.hosts else "scan: replaying recordings")
+    seconds = min(PROBE_SECONDS, options.timeout)
+    snapshots = read_snapshots(request.hosts, ALL, root=request.root, timeout_seconds=seconds)
     with benchmark.stop_on_signals(signal.SIGTERM) as (stop, _):
         report = _Stages(options, request, progress, snapshots, before, expected, stop).report()
     return replace(report, started_at_seconds=started, seconds=time.monotonic() - clock)
@@ -103,7 +101,7 @@ def run(options: Mapping[str, Any], progress: Progress) -> Report:
 class _Stages:
     """Everything after the scan. Load ends soon after `stop` is set, and no later stage generates load."""
 
-    options: Mapping[str, Any]
+    options: PreflightOptions
     request: Request
     progress: Progress
     snapshots: tuple[Snapshot, ...]
@@ -115,17 +113,15 @@ class _Stages:
     def report(self) -> Report:
         """Run all stages."""
         options, snapshots = self.options, self.snapshots
-        request = build_job_request(self.request) if options["train"] else self.request
+        request = build_job_request(self.request) if options.train else self.request
         result = self._measure()
-        calibration = self._calibrate(request) if result and options["train"] and not result.stopped_by else None
+        calibration = self._calibrate(request) if result and options.train and not result.stopped_by else None
         if result is not None:
             result = baseline.add_baseline_bars(result, self.before.busbw)
         view = measured.with_bench(build_view(snapshots, expected=self.expected), result)
         view = replace(view, checks=fail_full_gpus(view.checks, snapshots))
-        extra: list[Finding] = []
-        if result is None:
-            reason = self.notes[-1] if self.notes else "not requested; add --measure"
-            extra += make_unmeasured(BENCH_CODES, reason)
+        reason = self.notes[-1] if self.notes else "not requested; add --measure"
+        unmeasured = make_unmeasured(BENCH_CODES, reason) if result is None else ()
         self.progress.step("recommend: environment and layout")
         verified = tuple(m for m in result.measurements if m.verified) if result else ()
         advice = with_fsdp(advise(request, snapshots, measurements=verified, calibration=calibration))
@@ -134,12 +130,11 @@ class _Stages:
         if stopped:
             self.notes.append(f"stopped by {stopped}: what was not measured by then is unknown")
         scanned = view.checks if stopped else measured.require_measured(view.checks)
-        found_checks = [*scanned, *extra, *of_run, *baseline.find_missing_devices(self.before, snapshots)]
-        checks = self._compare(select(found_checks, require=options["require"], skip=options["skip"]), stopped)
+        findings = [*scanned, *unmeasured, *of_run, *baseline.find_missing_devices(self.before, snapshots)]
+        checks = self._compare(select(findings, require=options.require, skip=options.skip), stopped)
         return Report(
             snapshots=snapshots, topologies=view.topologies, checks=checks, bench=result, recommendation=advice,
-            verdict=judge(checks, fail_on=options["fail_on"], stopped=stopped), run=record,
-            notes=tuple(self.notes),
+            verdict=judge(checks, fail_on=options.fail_on, stopped=stopped), run=record, notes=tuple(self.notes),
         )  # fmt: skip
 
     def _get_stop_signal(self, result: BenchResult | None) -> str:
@@ -161,18 +156,19 @@ class _Stages:
         settings = {setting.name: setting.value for setting in advice.settings}
         hosts = [with_environment(snapshot, settings) for snapshot in view.snapshots]
         scanned = measured.with_bench(build_view(hosts, expected=self.expected), view.bench)
-        return name_blocking_failures(fail_full_gpus(scanned.checks, view.snapshots), self.options, self.before)
+        findings = fail_full_gpus(scanned.checks, view.snapshots)
+        return name_blocking_failures(findings, self.before, skip=self.options.skip, force=self.options.force)
 
     def _measure(self) -> BenchResult | None:
         """Measure collectives with real ranks."""
         options = self.options
-        if not (options["measure"] or options["train"]):
+        if not (options.measure or options.train):
             return None
-        if options["hosts"]:
+        if self.request.hosts:
             self.notes.append("not measured: recorded hosts cannot be measured")
             return None
         spec = benchmark.build_preflight_spec(
-            self.snapshots, self._ranks(), options["bench_seconds"], force=options["force"], quick=options["quick"],
+            self.snapshots, self._ranks(), options.bench_seconds, force=options.force, quick=options.quick,
             required=make_required_links(self.expected),
         )  # fmt: skip
         try:
@@ -182,7 +178,7 @@ class _Stages:
             return None
 
     def _ranks(self) -> int:
-        return int(self.options["ranks"] or benchmark.count_default_ranks(self.snapshots))
+        return self.request.ranks_per_node or benchmark.count_default_ranks(self.snapshots)
 
     def _calibrate(self, request: Request) -> Calibration | None:
         """Measure GEMMs and a layer of the model for the forecast of the run."""
@@ -199,7 +195,7 @@ class _Stages:
     ) -> tuple[RunRecord | None, Sequence[Finding]]:
         """Train, unless something prevents it; return the record, and the checks of the run."""
         stopped = self._get_stop_signal(result)
-        if not self.options["train"] or (self.options["hosts"] and not stopped):
+        if not self.options.train or (self.request.hosts and not stopped):
             return None, make_unmeasured(RUN_CODES, "not requested; add --train")
         if stopped:
             return None, make_unmeasured(RUN_CODES, f"not trained: stopped by {stopped} before that")
@@ -213,14 +209,13 @@ class _Stages:
 
     def _train(self, advice: Recommendation) -> tuple[RunRecord | None, str]:
         """Launch the job with exactly the recommended environment and layout."""
-        options = self.options
         self.progress.step(f"launch: fine-tune with {advice.chosen.layout.family}" if advice.chosen else "launch")
         # A new folder for every run: otherwise the job would resume, and a finished run has no steps left
-        output = options["output"] / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        output = (self.options.folder or REPORTS) / "runs" / time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         try:
             plan = build_job_plan(advice, self.request.with_settings(f"output_dir={output}"))
             done = launch.train(
-                plan, output, timeout_seconds=options["timeout"], grace_seconds=estimate_grace(advice, None),
+                plan, output, timeout_seconds=self.options.timeout, grace_seconds=estimate_grace(advice, None),
                 on_line=self.progress.note, stop=self.stop,
             )  # fmt: skip
         except (InputError, OSError) as error:
@@ -232,31 +227,38 @@ class _Stages:
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
 
-def name_blocking_failures(findings: Sequence[Finding], options: Mapping[str, Any], before: baseline.Baseline) -> str:
+def name_blocking_failures(
+    findings: Sequence[Finding], before: baseline.Baseline, *, skip: Sequence[str], force: bool
+) -> str:
     """Return the failures that prevent a training run; empty without one, or with --force."""
-    checks = select(measured.require_measured(findings), skip=options["skip"], codes=ALL_CODES)
+    checks = select(measured.require_measured(findings), skip=skip, codes=ALL_CODES)
     checks = baseline.compare_with_baseline(checks, before.statuses)
     failed = sorted({check.code for check in checks if check.status == "fail"})
-    return "" if options["force"] or not failed else f"{', '.join(failed)} failed"
+    return "" if force or not failed else f"{', '.join(failed)} failed"
 
 
-def judge_nodes(options: Mapping[str, Any]) -> Report:
+def judge_nodes(options: PreflightOptions) -> Report:
     """Judge other nodes by their published records. Nothing is scanned, measured or recommended."""
     from agent.cluster.client import TRIES, connect
-    from agent.cluster.nodes import Fleet, check_nodes, make_unknown_node, select_nodes
+    from agent.cluster.gate import check_nodes, select_nodes
+    from agent.cluster.nodes import Fleet, make_unknown_node
 
     started, clock = time.time(), time.monotonic()
-    expected = require_expectations(options["expect"], options["expect_file"])
-    client = connect(options["context"]).limited(tries=TRIES, timeout_seconds=5.0)
-    names = select_nodes(client, expand_host_list(options["nodes"] or ""), options["selector"])
+    expected = require_expectations(options.expect, options.expect_file)
+    nodes = expand_host_list(options.nodes or "")
+    if not (nodes or options.selector):  # an empty variable of a pipeline
+        raise GateError("--nodes or --selector is empty")
+    before = baseline.read_baseline(options.baseline, ("statuses",))
+    client = connect(options.context).limited(tries=TRIES, timeout_seconds=5.0)
+    names = select_nodes(client, nodes, options.selector)
     fleet = Fleet()
     fleet.read(client)
     findings = (*chain(*names.values()), *check_nodes(names, fleet, expected=expected))
-    checks = select(findings, require=options["require"], skip=options["skip"], codes=ALL_CODES)
-    checks = baseline.compare_with_baseline(checks, baseline.read_baseline(options["baseline"], ("statuses",)).statuses)
+    checks = select(findings, require=options.require, skip=options.skip, codes=ALL_CODES)
+    checks = baseline.compare_with_baseline(checks, before.statuses)
     return Report(
         started_at_seconds=started, seconds=time.monotonic() - clock, checks=checks,
-        verdict=judge(checks, fail_on=options["fail_on"]),
+        verdict=judge(checks, fail_on=options.fail_on),
         nodes=tuple(replace(fleet.record(name) or make_unknown_node(name), facts=None) for name in names),
         notes=("judged by what the nodes' agents published; nothing was measured in this run",),
     )  # fmt: skip

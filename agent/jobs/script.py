@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agent.advice.advise import Request, adapt_to_pods, advise
+from agent.advice.advise import adapt_to_pods, advise
 from agent.advice.job_plan import estimate_grace, run_forecast
 from agent.advice.job_settings import add_job_settings, look_up_shape
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
 from agent.checks.codes import ALL_CODES
@@ -125,10 +126,9 @@ def _choose_python() -> str:
 
 
 def _read_text(name: str) -> str | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return bounded.read_text(Path(name), _LIMIT_BYTES)
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def train(
@@ -222,22 +222,13 @@ def wrap_manifest(
         for name, count in counts.items():
             check_limit(name, count)
         select((), require=require, codes=ALL_CODES)
-        notes: list[str] = []
+        requested = Additions(resources=counts, require=require, gate_image=preflight_image, monitor=monitor)
+        manifest, notes = documents(text), list[str]()
         additions: list[Additions | None] = []
-        manifest = documents(text)
         for job in jobs_in(manifest):
-            if job.without_gpus and not asks_for_gpus(counts):
-                notes.append(f"{job.kind}/{job.name}: not changed, as its pods request no GPU: --resource NAME=COUNT")
-                additions.append(None)
-                continue
-            advice, lines = advise_job(job, snapshots, request)
-            advice, left_out = adapt_to_pods(advice, snapshots, here=not (request.hosts or request.machine))
-            notes += [*left_out, *(f"{job.kind}/{job.name}: {line}" for line in lines)]
-            additions.append(Additions(
-                settings=advice.settings, needs=advice.needs, resources=counts, require=require,
-                gate_image=preflight_image, log=advice.backend == "nccl", monitor=monitor,
-                annotations=format_forecast(advice),
-            ))  # fmt: skip
+            addition, of_job = _complete_additions(requested, job, snapshots, request)
+            additions.append(addition)
+            notes += of_job
         wrapped, wrap_notes = wrap(text, additions)
         notes += note_others(manifest)
     except (WrapError, EditError, YamlTextError, JobError, GateError) as error:
@@ -248,6 +239,22 @@ def wrap_manifest(
         raise InputError(f"the manifest does not have the structure of its kind: {type(error).__name__}: {error}; "
                          "`kubectl apply --dry-run=server` names the member") from None  # fmt: skip
     return wrapped, list(dict.fromkeys([*notes, *wrap_notes]))
+
+
+def _complete_additions(
+    requested: Additions, job: Job, snapshots: Sequence[Snapshot], request: Request
+) -> tuple[Additions | None, list[str]]:
+    """Complete what the user requested for each job by the advice for this job; None if the job is not changed."""
+    name = f"{job.kind}/{job.name}"
+    if job.without_gpus and not asks_for_gpus(requested.resources):
+        return None, [f"{name}: not changed, as its pods request no GPU: --resource NAME=COUNT"]
+    advice, lines = advise_job(job, snapshots, request)
+    advice, left_out = adapt_to_pods(advice, snapshots, here=not (request.hosts or request.machine))
+    completed = replace(
+        requested, settings=advice.settings, needs=advice.needs, log=advice.backend == "nccl",
+        annotations=format_forecast(advice),
+    )  # fmt: skip
+    return completed, [*left_out, *(f"{name}: {line}" for line in lines)]
 
 
 def advise_job(job: Job, snapshots: Sequence[Snapshot], request: Request) -> tuple[Recommendation, list[str]]:

@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from agent.advice.advise import Request, advise
+from agent.advice.advise import advise
 from agent.advice.job_plan import build_job_plan, describe_grace, estimate_grace
+from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic

@@ -14,6 +14,7 @@ from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
+_SAME = 1.01  # times slower: less is not shown
 MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
 
 
@@ -85,12 +86,10 @@ def _print_title(out: Console, advice: Recommendation, ranked: RankedLayout) -> 
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:
-    for line in describe_cost_of_faults(advice):
-        print_bullet(out, "!", escape(line))
-    for help_ in advice.helps_most:
-        print_bullet(out, "→", escape(help_))
-    for unknown in advice.unknowns:
-        print_bullet(out, "?", escape(unknown))
+    remarks = {"!": describe_cost_of_faults(advice), "→": advice.helps_most, "?": advice.unknowns}
+    for glyph, lines in remarks.items():
+        for line in lines:
+            print_bullet(out, glyph, escape(line))
 
 
 def parts_grid(layouts: Sequence[RankedLayout]) -> Grid:
@@ -205,9 +204,6 @@ def describe_cost_of_faults(advice: Recommendation) -> tuple[str, ...]:
         sentence += f": +{units.duration(advice.total_seconds.mid * (1.0 - 1.0 / times))}"
     step = units.seconds(healthy.forecast.step_seconds.mid)
     return (f"{sentence}. On healthy nodes {healthy.layout.family} takes {step} a step.", *advice.slowed)
-
-
-_SAME = 1.01
 
 
 def describe_slowdown(times: float) -> str:

@@ -29,6 +29,8 @@ from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts, RdmaPort
 from topology.graph import NodeTopology
 
+TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measure again."}
+
 
 def print_scan(out: Console, view: View, *, verbose: bool, everything: bool) -> None:
     """Print the verdict of a scan, the hosts and their findings."""
@@ -122,9 +124,6 @@ def _describe_port(port: RdmaPort) -> str:
 
 def _describe_speed(interface: Interface) -> str:
     return units.bits(interface.speed_bytes_per_second) if interface.speed_bytes_per_second else "speed unknown"
-
-
-TODO = {"pass": "Nothing to do.", "unknown": "Read the reasons below, then measure again."}
 
 
 def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, host: str = "") -> None:

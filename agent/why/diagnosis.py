@@ -24,10 +24,13 @@ from contracts import bounded, run_record
 from contracts.bounded import utf8_chunks
 from contracts.redaction import without_secrets
 from contracts.run_record import RESUMABLE, RunRecord
+from contracts.tables import read_table
 from planner import why
 from planner.why import Cause, RunFacts, Unknown, Verdict
 from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, make_cause
 
+_CODES = read_table(__file__, "diagnosis.toml")
+_STOP_REQUESTS = frozenset(_CODES["stop_requests"])
 _MAX_LOG_LINES = 20_000_000
 _MAX_END, _MAX_END_LINES = 1 << 16, 2000
 _OF_RANK = re.compile(r"rank[-_.]?(\d{1,7})")
@@ -298,35 +301,27 @@ def _list_counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
     return [(comm.id, comm.spread, {rank: row.counts for rank, row in comm.ranks.items()}) for comm in report.comms]
 
 
-_ENDS = ("watchdog_timeout", "job_failed", "python_traceback", "process_aborted", "connection_closed_by_peer",
-         "no_transport_evidence")  # fmt: skip
-
-# A cause of `why`, and the problem of the log that says less about the same lines.
-_MORE_EXACT = {"rendezvous.name": "socket_connect_failed", "model.differs": "collective_mismatch",
-               "rank.gone": "job_failed"}  # fmt: skip
-_OF_NODE = ("node_failed", "gpu_xid", "gpu_hardware_error", "gpu_pcie_error", "pcie_error", "fabric_manager_not_ready")
-
-
 def _make_cause(problem: LogProblem) -> Cause:
     """Return the cause for a log problem, with its hosts if one of them is at fault."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
     place = f"{problem.place}: " if problem.place else ""
     return Cause(code=problem.code, message=place + problem.message, evidence=lines, action=problem.action,
-                 nodes=problem.hosts if problem.code in _OF_NODE else ())  # fmt: skip
+                 nodes=problem.hosts if problem.code in _CODES["of_hosts"] else ())  # fmt: skip
 
 
 def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     """Add the log's problems: reasons of a failure, and of a transport that is slower than possible.
 
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
-    after a signal have not failed. The codes of `_ENDS` say that the job ended, not why, or that no channel is shown.
+    after a signal have not failed.
     """
+    less_exact, ends_of_job = _CODES["less_exact"], _CODES["ends_of_job"]
     lines = {p.code: _make_cause(p).evidence for p in log.problems if p.code != "job_failed"}
     verdict = replace(verdict, causes=tuple(
-        replace(cause, evidence=cause.evidence or lines.get(_MORE_EXACT.get(cause.code, cause.code), ()))
+        replace(cause, evidence=cause.evidence or lines.get(less_exact.get(cause.code, cause.code), ()))
         for cause in verdict.causes))  # fmt: skip
-    codes = (*_ENDS, *(cause.code for cause in verdict.causes))
-    codes = (*codes, *(code for cause, code in _MORE_EXACT.items() if cause in codes))
+    codes = (*ends_of_job, *(cause.code for cause in verdict.causes))
+    codes = (*codes, *(code for cause, code in less_exact.items() if cause in codes))
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         codes = (*codes, "job_stopped")
     rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes]
@@ -344,7 +339,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
         return replace(verdict, state="failed", line=f"failed: {causes[0].message}", causes=(*causes, *verdict.causes))
     if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
-        if not causes or any(cause.code in _ENDS for cause in ended):  # what remains are slow paths
+        if not causes or any(cause.code in ends_of_job for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
         first = causes[0].message if causes else "the log says so"
         return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, unknown=())
@@ -359,15 +354,13 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
 
 # The run record, the scheduler and the gate before the job ------------------------------------------------------------
 
-_ENDED_WELL = ("running", "complete", "interrupted", "unknown")
-
 
 def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     """Add how the run ended and how its step times compare with the forecast, from the run record."""
     restart = f", restart {record.restarts}" if record.restarts else ""
     source = f"record: {record.status}, {len(record.step_seconds)} steps{restart}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
-    if record.status not in _ENDED_WELL and verdict.state == "fine":
+    if record.status not in ("running", "complete", "interrupted", "unknown") and verdict.state == "fine":
         cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
         return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
     measured, forecast = record.measured.step_seconds, record.plan.forecast.step_seconds
@@ -384,10 +377,6 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
             verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
         )
     return verdict
-
-
-# Log problems that mean the job was asked to stop. Slurm and torchrun also log them for a job that saved a checkpoint.
-_STOP_REQUESTS = {"job_cancelled", "job_requeued", "job_stopped", "job_preempted", "time_limit_reached"}
 
 
 def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
@@ -437,7 +426,6 @@ def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) 
 # Printed by the batch scripts of `launch --api slurm` and `wrap` if the gate stops the job.
 _GATE = re.compile(r"^The job is not started: ([^(\n]{1,80}) \(exit code (\d{1,3})\)\..*$", re.MULTILINE)
 _OF_GATE = re.compile(r"^(?!srun: |slurmstepd)([\w.-]{1,253}): \S.*$", re.MULTILINE)  # a line of `-o reason`
-_GATE_CAUSES = {"3": "gate_failed", "5": "gate_unknown"}  # by exit code of `preflight`
 
 
 def with_gate(verdict: Verdict, log: str) -> Verdict:
@@ -452,7 +440,7 @@ def with_gate(verdict: Verdict, log: str) -> Verdict:
     lines = list(_OF_GATE.finditer(log, 0, stop.start()))[-4:]
     nodes = tuple(dict.fromkeys(line[1] for line in lines))
     evidence = (*(line[0] for line in lines), stop[0])
-    key = _GATE_CAUSES.get(stop[2], "gate_unfinished")
+    key = _CODES["gate"].get(stop[2], "gate_unfinished")
     cause = make_cause(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
     return Verdict(state="failed", line=f"failed: {cause.message}", nodes=nodes, causes=(cause,),
                    sources=verdict.sources)  # fmt: skip

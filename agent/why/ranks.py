@@ -179,10 +179,9 @@ def _end_by_torchrun(path: Path) -> tuple[dict[int, run_record.FailedRank], str]
 
 
 def _get_modified(path: Path) -> float:
-    try:
+    with suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def find_newest_call(traces: Mapping[int, rank_files.RankTrace]) -> float:
@@ -192,11 +191,10 @@ def find_newest_call(traces: Mapping[int, rank_files.RankTrace]) -> float:
 
 def request_dumps(folder: Path) -> bool:
     """Ask every rank of a run to dump its calls. False: the request could not be written."""
-    try:
+    with suppress(OSError):
         (folder / RANKS_FOLDER / ASK).touch()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def watch(

@@ -12,8 +12,9 @@ from rigs.command import topoflight
 from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, advise, advise_cluster, read_prices
+from agent.advice.advise import advise, advise_cluster
 from agent.advice.job_settings import with_rows
+from agent.advice.request import Request, read_prices
 from agent.base import question
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
@@ -153,13 +154,13 @@ def test_a_sweep_over_machines_as_a_table_and_as_json(tmp_path: Path) -> None:
 def test_the_question_is_declared_once() -> None:
     """Each row of question.toml is a member of the question, an option of the verb and a field of HTTP's model."""
     members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
-    unused = question.fields().keys() - members
-    assert not unused, f"{unused}: add a member to Request (agent/advice/advise.py) or to TrainSpec"
+    unused = question.FIELDS.keys() - members
+    assert not unused, f"{unused}: add a member to Request (agent/advice/request.py) or to TrainSpec"
     options = recommend.make_context("recommend", []).params | {"transport": None}  # by --rdma and --tcp
-    missing = question.fields().keys() - options.keys()
+    missing = question.FIELDS.keys() - options.keys()
     assert not missing, f"{missing}: add a table to agent/base/verbs/recommend.toml"
     asked = question.model()()
-    differ = {name for name in question.fields() if getattr(asked, name) != options[name]}
+    differ = {name for name in question.FIELDS if getattr(asked, name) != options[name]}
     assert not differ, "the defaults of HTTP are those of the command line"
     assert Request.of(**dict(asked)) == Request()
     for wrong in ({"modle": "x"}, {"nodes": 0}, {"method": "magic"}, {"hours": 0}, {"model": "x" * 201}):

@@ -28,7 +28,8 @@ from agent.checks.findings import sort_worst_first
 from agent.checks.verdict import GateError, judge, select
 from agent.checks.view import build_view
 from agent.cluster.client import Client, _make_error
-from agent.cluster.nodes import Fleet, NodeRecord, check_nodes, check_nodes as gate_of_nodes, make_record, to_resource
+from agent.cluster.gate import check_nodes, check_nodes as gate_of_nodes
+from agent.cluster.nodes import Fleet, NodeRecord, make_record, to_resource
 from agent.http.serve import _read_expected
 from agent.http.server import create
 from agent.http.state import State

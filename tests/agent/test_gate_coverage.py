@@ -22,7 +22,8 @@ from agent.checks.codes import ALL_CODES, PROBE_CODES
 from agent.checks.findings import read_entries
 from agent.checks.verdict import judge
 from agent.checks.view import View, build_view, with_environment
-from agent.cluster.nodes import check_nodes, make_record
+from agent.cluster.gate import check_nodes
+from agent.cluster.nodes import make_record
 from agent.http.server import create
 from agent.http.state import State
 from contracts.finding import Status, by_loss

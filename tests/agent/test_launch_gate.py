@@ -13,9 +13,10 @@ from rigs.results import RUN
 from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import EMBEDDED_MODEL, Request, advise
+from agent.advice.advise import EMBEDDED_MODEL, advise
 from agent.advice.job_plan import build_job_plan, explain_gdrdma, explain_untrainable
 from agent.advice.job_settings import build_job_request
+from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
 from agent.checks.view import build_view
@@ -60,11 +61,11 @@ def test_preflight_trains_only_where_no_check_before_failed() -> None:
     checks, options = view(SICK).checks, {"skip": (), "force": False}
     failed = {check.code for check in checks if check.status == "fail"}
     assert failed
-    assert all(code in name_blocking_failures(checks, options, Baseline()) for code in failed)
-    assert name_blocking_failures(checks, {**options, "force": True}, Baseline()) == ""
-    assert name_blocking_failures(checks, {**options, "skip": tuple(failed)}, Baseline()) == ""
+    assert all(code in name_blocking_failures(checks, Baseline(), **options) for code in failed)
+    assert name_blocking_failures(checks, Baseline(), skip=(), force=True) == ""
+    assert name_blocking_failures(checks, Baseline(), skip=tuple(failed), force=False) == ""
     everywhere_the_same = {(check.code, check.node, check.subject): check.status for check in checks}
-    assert name_blocking_failures(checks, options, Baseline(statuses=everywhere_the_same)) == ""
+    assert name_blocking_failures(checks, Baseline(statuses=everywhere_the_same), **options) == ""
 
 
 def launched(folder: Path, code: int, log: str = "") -> FinishedJob:

@@ -22,7 +22,7 @@ from rigs.results import benchmark, measurement
 from rigs.tables import each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base.output import write_atomic
 from agent.checks.findings import group_findings
 from agent.checks.verdict import judge

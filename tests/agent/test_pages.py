@@ -15,12 +15,14 @@ from rigs.recorded import H100, NAMES, snapshot, view
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.advise import EMBEDDED_MODEL, Request
+from agent.advice.advise import EMBEDDED_MODEL
+from agent.advice.request import Request
 from agent.base import question, units
 from agent.base.options import RequestError, make_names_distinct
 from agent.checks.verdict import judge
 from agent.checks.view import build_view
-from agent.cluster.nodes import Fleet, NodeRecord, check_nodes as gate_of_nodes
+from agent.cluster.gate import check_nodes as gate_of_nodes
+from agent.cluster.nodes import Fleet, NodeRecord
 from agent.http import pages, worker
 from agent.http.worker import Answer, read_form
 from agent.jobs.preflight import Report
@@ -211,7 +213,7 @@ def test_the_form_allows_what_the_question_allows() -> None:
             question.model().model_validate({name: str(int(most) + 1)})
     for name in ("method", "transport"):
         shown = re.search(rf'<select name="{name}">(.*?)</select>', html)
-        assert shown and re.findall(r"<option[^>]*>(\w+)<", shown[1]) == question.rows()[f"--{name}"]["choices"]
+        assert shown and re.findall(r"<option[^>]*>(\w+)<", shown[1]) == question.ROWS[f"--{name}"]["choices"]
 
 
 def test_run_time_and_cost_have_fields_and_the_page_names_them() -> None:

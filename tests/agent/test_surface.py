@@ -24,7 +24,8 @@ from rigs.results import benchmark, measurement, search_result
 from rigs.tables import ROOT, each_row
 
 from agent import metrics
-from agent.advice.advise import Request, advise_view
+from agent.advice.advise import advise_view
+from agent.advice.request import Request
 from agent.base.options import _rows
 from agent.base.output import to_document
 from agent.checks.codes import ALL_CODES

@@ -31,7 +31,8 @@ from rigs.tables import ROOT, each_row
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from agent.advice.advise import Request, advise_view
+from agent.advice.advise import advise_view
+from agent.advice.request import Request
 from agent.base import units
 from agent.cluster.nodes import Fleet
 from agent.http import pages

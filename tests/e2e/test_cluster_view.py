@@ -19,7 +19,7 @@ from rigs.tables import each_row
 from rigs.waiting import eventually
 from starlette.testclient import TestClient
 
-from agent.cluster import nodes
+from agent.cluster import gate, nodes
 from agent.cluster.client import ApiError, Client, connect, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL, Fleet, NodeRecord, from_resource, make_record, make_row
 from agent.http import worker
@@ -197,7 +197,7 @@ def test_an_agent_that_ends_says_so_and_one_that_starts_again_takes_it_back(api:
     back = from_resource(made)
     told = make_row(back, time.time())
     assert told["silent"] and (told["verdict"], told["last_verdict"]) == ("unknown", "warn")
-    (check,) = nodes.check_nodes(["n1"], Fleet([back]))
+    (check,) = gate.check_nodes(["n1"], Fleet([back]))
     assert check.status == "fail" and "its agent ended" in check.message
     agent_runs(time.time() + 5)
     (again,) = api.of_kind("NodeTopology")

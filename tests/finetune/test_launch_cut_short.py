@@ -12,7 +12,8 @@ import pytest
 from rigs.tables import each_row, rows_of
 
 from agent.advice import job_plan
-from agent.advice.advise import Request, advise
+from agent.advice.advise import advise
+from agent.advice.request import Request
 from agent.jobs import launch
 from planner.recommend import checkpoint_to_save
 

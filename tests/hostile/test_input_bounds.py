@@ -23,7 +23,7 @@ from fuzz_targets import _dumps as dumped, check, targets
 from rigs.command import process, python
 from rigs.tables import ROOT, each_row, rows_of
 
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.base.options import InputError, RequestError, read_input
 from agent.checks.baseline import read_baseline
 from agent.checks.verdict import GateError

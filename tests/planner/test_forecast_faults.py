@@ -9,7 +9,7 @@ from rigs.recorded import H100, changed, snapshot as host
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.advice import advise
-from agent.advice.advise import Request
+from agent.advice.request import Request
 from agent.checks.view import build_view
 from contracts.finding import Finding, Status
 from contracts.layout import Layout

@@ -12,13 +12,15 @@ from rigs.pods import launched, templates
 from rigs.recorded import changed, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
-from agent.advice.advise import Request, adapt_to_pods, advise
+from agent.advice.advise import adapt_to_pods, advise
 from agent.advice.job_plan import build_job_plan
+from agent.advice.request import Request
 from agent.base.options import _rows
 from agent.cli.bench import compare_networks
 from agent.cli.launch import launch
+from agent.cli.preflight import preflight
 from agent.jobs import cluster_job
-from agent.jobs.options import LaunchOptions
+from agent.jobs.options import LaunchOptions, PreflightOptions
 from finetune import pod
 from planner.forecast.specs import TrainSpec
 from planner.kubernetes import manifests, networks as network_manifests
@@ -43,10 +45,12 @@ def test_launch_offers_every_api() -> None:
     assert _rows("launch")["--output"]["excludes"] == [f"--api={'|'.join(manifests.APIS)}"]
 
 
-@each_row("verb", [launch, compare_networks])
-def test_every_option_is_a_field_of_the_options_or_of_the_request(verb: Command) -> None:
+@each_row(
+    ("verb", "options"), [(launch, LaunchOptions), (compare_networks, LaunchOptions), (preflight, PreflightOptions)]
+)
+def test_every_option_is_a_field_of_the_options_or_of_the_request(verb: Command, options: type) -> None:
     """`Request.of` ignores what it does not know, so a field that is missing would be an option without effect."""
-    known = {field.name for kind in (LaunchOptions, Request, TrainSpec) for field in fields(kind)}
+    known = {field.name for kind in (options, Request, TrainSpec) for field in fields(kind)}
     of_the_verb = {*signature(verb.callback).parameters, "lengths", "ranks"}
     assert {param.name for param in verb.params} <= known | of_the_verb
 

@@ -15,7 +15,8 @@ from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
 from rigs.tables import ROOT, each_row, rows_of
 
-from agent.advice.advise import Request, advise_cluster
+from agent.advice.advise import advise_cluster
+from agent.advice.request import Request
 from agent.checks.host_checks import check_snapshot, mark_required
 from agent.checks.verdict import judge
 from contracts.tables import read_table
