@@ -543,10 +543,9 @@ class Search:
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
         verdicts = [self._make_verdict(node) for node in range(self.nodes)]
-        evidence = self._compare_domains() if any(v.reason == "noise" for v in verdicts) else ""
         outside = {v.node for v in verdicts if v.reason == "slow" and {m.kind for m in v.measures} == {"far"}}
         uplinks = self.find_slow_uplinks() if outside else {}
-        changed = {v.node: replace(v, seen=evidence) for v in verdicts if v.reason == "noise"}
+        changed = {v.node: replace(v, seen=self._compare_domains()) for v in verdicts if v.reason == "noise"}
         for node in outside:
             if self.domains[node] in uplinks:  # which explains its slow transfers
                 changed[node] = replace(verdicts[node], state="not judged", reason="uplink")
