@@ -18,7 +18,7 @@ from contracts.trl import spelled
 from hardware.gpus import Gpu, find_gpu, gpus, scale_to_board
 from hardware.machines import catalogue
 from hardware.units import GIB, GIGA
-from planner.advice import FrontierPoint, RankedLayout, Recommendation, Rejected
+from planner.advice import ExportRequest, FrontierPoint, RankedLayout, Recommendation, Rejected
 from planner.explain import explain_loss, forecast_of, helps_most
 from planner.forecast import machines
 from planner.forecast.calibration import Calibration, apply_calibration, check_device
@@ -32,6 +32,7 @@ from planner.nccl_env import environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, make_situation
 from planner.search import Candidate, Found, Planned, difference_sigma, first_broken, fitting, search, usual_options
 from planner.stacks import find_engine
+from planner.stacks.exports import list_unwritten
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.gpu.health import count_held_bytes
@@ -107,11 +108,9 @@ def unjudged(cluster: ClusterTopology) -> str:
 
 
 def _get_capability(cluster: ClusterTopology) -> tuple[int, int] | None:
-    if not cluster.nodes[0].gpus:
-        return None
-    first = cluster.nodes[0].gpus[0]
-    entry = find_gpu(first.model)
-    return first.compute_capability or (entry.compute_capability if entry else None)
+    gpu = next(iter(cluster.nodes[0].gpus), None)
+    entry = find_gpu(gpu.model) if gpu else None
+    return (gpu.compute_capability if gpu else None) or (entry.compute_capability if entry else None)
 
 
 def _get_host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
@@ -119,8 +118,7 @@ def _get_host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) ->
     probed = [f.memory_bytes for s in snapshots if (f := s.facts(HostinfoFacts)) and f.memory_bytes]
     if probed:
         return float(min(probed))
-    sku = cluster.nodes[0].sku
-    gib = next((row.host_gib for row in catalogue() if row.name == sku), None)
+    gib = next((row.host_gib for row in catalogue() if row.name == cluster.nodes[0].sku), None)
     return gib * GIB if gib else None
 
 
@@ -374,9 +372,8 @@ def recommend(
     answer = replace(nccl_env.settings(case), model=model, train=train)
     if answer.backend == "rccl":
         reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not supported yet"
-        return replace(
-            answer, rejected=(Rejected(what="every layout", rule="rccl", reason=reason),), unknowns=(reason,)
-        )  # fmt: skip
+        rejected = Rejected(what="every layout", rule="rccl", reason=reason)
+        return replace(answer, rejected=(rejected,), unknowns=(reason,))
     set_to = {setting.name: setting.value for setting in answer.settings}
     against = pick_costly(findings or {}, set_to)
     planned = plan(
@@ -417,10 +414,12 @@ def recommend(
     best = result.best[: 1 + _RUNNERS_UP]
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
-        helps = helps_most(planned.job, best[0], planned.capacity)
-        captured = planned.job.engine.uses_cuda_graph(planned.job.model, winner.layout)
-        unknowns += [_text("cuda_graph", settings=" ".join(planned.job.engine.cuda_graph_arguments))] * captured
-        unknowns += _name_sync_setting(planned.job, winner.layout)
+        job, layout = planned.job, winner.layout
+        helps = helps_most(job, best[0], planned.capacity)
+        captured = job.engine.uses_cuda_graph(job.model, layout)
+        unknowns += [_text("cuda_graph", settings=" ".join(job.engine.cuda_graph_arguments))] * captured
+        unknowns += _name_sync_setting(job, layout)
+        unknowns += list_unwritten(ExportRequest(layout=layout, model=model, train=train, on_gpu=job.has_gpu))
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
             helps = (*nearest(planned), *helps) if planned.requested else helps

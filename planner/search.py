@@ -164,15 +164,11 @@ _PARALLEL = {"sp": "sequence parallelism", **{word: word.upper() for word in ("t
 def _list_parallelism(layout: Layout) -> Iterator[str]:
     """Yield what an engine must be able to do for a layout, as in `Engine.can`."""
     yield from (word for word in ("tp", "pp", "cp", "ep") if getattr(layout, word) > 1)
-    if layout.sequence_parallel:
-        yield "sp"
     sharded = layout.dp_shard > 1 and layout.sharding != "ddp"
-    if sharded:
-        yield layout.sharding
-    if sharded and layout.sharding == "zero3" and layout.dp_replicate > 1:
-        yield "hsdp"
-    if layout.data_parallel > 1 and not sharded:
-        yield "ddp"
+    hybrid = sharded and layout.sharding == "zero3" and layout.dp_replicate > 1
+    others = (("sp", layout.sequence_parallel), (layout.sharding, sharded), ("hsdp", hybrid),
+              ("ddp", layout.data_parallel > 1 and not sharded))  # fmt: skip
+    yield from (word for word, needed in others if needed)
 
 
 def _list_missing_options(engine: Engine, name: str, train: TrainSpec, layout: Layout, has_gpu: bool) -> Iterator[str]:

@@ -111,9 +111,9 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity == "fail"]
     outcome = "finished" if ledger.facts.finished else "unknown"
     outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
-    named = sorted({rank for problem in (*ranked, *findings.notes) for rank in problem.ranks})
-    places = ledger.hosts_of(Writer(rank=rank) for rank in named)
-    hosts = {rank: host for rank, host in zip(named, places, strict=True) if host}
+    placed = sorted(ledger.facts.rank_places.keys() | {rank for rank, _ in ledger.rank_hosts}) if ranked else []
+    places = ledger.hosts_of(Writer(rank=rank) for rank in placed)
+    hosts = {rank: host for rank, host in zip(placed, places, strict=True) if host}
     return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome, rank_hosts=hosts)
 
 
@@ -157,8 +157,8 @@ class _Findings:
         rows = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
         named = {"NCCL": facts.versions, "provider": facts.providers, "GPUDirect RDMA": (w for _, w in facts.gdr_words)}
         text = "\n".join((*rows, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
-        case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
-        return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
+        case = next((case for case in meaning.cases if (match := re.search(case["seen"], text))), {})
+        return {"action": meaning.action} | {k: match.expand(v) for k, v in case.items() if match and k != "seen"}
 
     def add_code(self, code: str) -> None:
         """Add a code of messages, in the words of the provider that libfabric chose."""

@@ -61,7 +61,6 @@ _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
 # These messages are clear only with the name of their source file, which precedes the header.
 _WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
 _MAX_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
-_BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process that the line above names
 
 
 class LogFileError(ValueError):
@@ -251,8 +250,8 @@ class Reader:
         has_header = any(header in line for header in _HEADERS)
         self._tags_read = 0
         number, above, label = self._above
-        is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
-        above = above if is_below else b""
+        is_near = number == self.ledger.lines - 1 or above.startswith(b"Name: ")
+        above = above if is_near and _TEXTS["below"].search(line) and label == _label_of(line) else b""
         writer = Writer() if has_header else _find_writer(above + line)
         if match := _TEXTS["raised"].search(line):
             self._raised.add(_label_of(line), match[1].decode())

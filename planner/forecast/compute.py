@@ -39,6 +39,7 @@ class Rates:
     """Compute and memory rates of one rank."""
 
     gemm: float  # sustained FLOP/s of large multiplications in the run's precision
+    grouped: float = 1.0  # slowdown of experts' products
     head: float | None = None  # of the output projection, which fp8 recipes keep in bf16; None: same as gemm
     attention: float  # FLOP/s of the attention kernel
     hbm: float  # bytes/s of streaming kernels
@@ -48,7 +49,7 @@ class Rates:
     device: str
     score_bytes: float = 0.0  # through memory per score in the forward pass; 0: the kernel stores no scores
     attention_short: float = DEFAULT["attention_short"]
-    latent_speed: float = 1.0  # of attention with latent heads, where a captured step computes it in 8 bits
+    latent_speed: float = 1.0  # of attention with latent heads: by torch, or in 8 bits in a captured step
     element_bytes: float = 2.0  # bytes per activation element
     quantized_bytes: float = 0.0  # HBM bytes per value that is cast to fp8
     inputs: tuple[str, ...] = ()
@@ -88,6 +89,11 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
     elif precision == "fp32":
         gemm = gpu.matmul_fp32 * 0.8
         attention = gemm * 0.4
+    major = (gpu.compute_capability or (0, 0))[0]
+    grouped = sustained / constants["grouped_blackwell"] if engine.groups_experts and major == 10 else 1.0
+    latent_speed = constants["attention_latent_mxfp8"] if gpu.compute_capability == (10, 3) else 1.0
+    if not engine.fused and major == 10:  # torch's cuDNN attention has up to 128 columns (check_cudnn_tensor_shapes)
+        latent_speed = constants["attention_blackwell"] / share
     # the sustained fractions were only fitted on NVIDIA generations
     how = "derived" if gpu.measured and gpu.maker == "NVIDIA" else "assumed"
     score_bytes = 2.0 * constants["score_passes"] if kernel == "unfused" else 0.0
@@ -95,6 +101,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         score_bytes = _EAGER_SCORE_BYTES.get(precision, _EAGER_SCORE_BYTES["bf16"]) / 3.5
     return Rates(
         gemm=gemm,
+        grouped=grouped if precision == "bf16" else 1.0,
         head=bf16 if precision in EIGHT_BITS else None,
         attention=attention,
         hbm=gpu.hbm_bytes_per_second * constants["hbm_share"],
@@ -104,7 +111,7 @@ def gpu_rates(gpu: Gpu, train: TrainSpec, engine: Engine, precision: str, consta
         device=gpu.name,
         score_bytes=score_bytes,
         attention_short=short,
-        latent_speed=constants["attention_latent_mxfp8"] if gpu.compute_capability == (10, 3) else 1.0,
+        latent_speed=latent_speed,
         element_bytes=4.0 if precision == "fp32" else 2.0,
         quantized_bytes=quantized,
         inputs=(f"GEMM {gemm / 1e12:.4g} TFLOP/s on {gpu.name} ({precision}): {how} from published measurements",),
@@ -283,7 +290,8 @@ _Product = tuple[float, float, float, int]  # rows, columns, depth, number of pr
 
 def _time_products(shapes: Sequence[_Product], rates: Rates, constants: Constants) -> float:
     """Return the seconds of multiplications, each slowed down by its shape; a layer without an MLP has empty ones."""
-    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) for m, n, k, c in shapes if n and k) / rates.gemm
+    return sum(2.0 * m * n * k * c * _rate_loss(m, n, k, constants) * (rates.grouped if c > 1 else 1.0)
+               for m, n, k, c in shapes if n and k) / rates.gemm  # fmt: skip
 
 
 def _list_shapes(model: ModelSpec, tokens: float, tp: int, ep: int) -> tuple[_Product, ...]:
@@ -315,7 +323,8 @@ def _attention(job: Job, layout: Layout, tokens: float) -> float:
     window, heads = _compute_window(model, job.attended(layout.micro_batch)), model.heads / layout.tp
     seconds = 2.0 * tokens * window * heads * (model.head_dim + (model.value_dim or model.head_dim))
     seconds /= rates.attention
-    if model.kv_rank and job.engine.uses_cuda_graph(model, layout):  # fp8_dot_product_attention in their recipes
+    # fp8_dot_product_attention in the recipes of captured steps
+    if model.kv_rank and (not job.engine.fused or job.engine.uses_cuda_graph(model, layout)):
         seconds /= rates.latent_speed
     if model.head_dim % 8:
         seconds *= job.constants["head_misalign"]

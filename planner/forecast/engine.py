@@ -47,7 +47,7 @@ class StateBytes(NamedTuple):
     copy: float = 0.0  # part of the optimizer bytes: its fp32 copy of half-precision weights
 
 
-_ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+ZERO_STAGES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 IN_FP32 = StateBytes(4.0, 4.0, 8.0)
 IN_HALF = StateBytes(2.0, 2.0, 4.0)
 
@@ -169,7 +169,7 @@ def share_of(model: ModelSpec, train: TrainSpec, layout: Layout, *, on_cpu: bool
     in_fp32 = on_cpu or layout.precision == "fp32"
     return Share(
         model=model, train=train, layout=layout, in_fp32=in_fp32, element=4.0 if in_fp32 else 2.0,
-        zero=_ZERO_STAGES[layout.sharding], group=layout.dp_shard * layout.cp,
+        zero=ZERO_STAGES[layout.sharding], group=layout.dp_shard * layout.cp,
         tokens=layout.micro_batch * float(longest_row(train)) / layout.cp,
         **_count_weights(model, train, fullest_stage(model, layout), layout.tp, layout.pp, layout.ep),
     )  # fmt: skip
@@ -196,7 +196,7 @@ class Engine:
     copies_kv_heads: bool = False  # if there are fewer of them than tensor-parallel ranks
     # kernels
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert
-    groups_experts: bool = False  # but one kernel multiplies all of a rank's experts
+    groups_experts: bool = False  # one kernel, torch's grouped_mm, multiplies all of a rank's experts
     expert_bytes: tuple[float, ...] = (0.0,) * 4  # in HBM, per element of experts' outputs and first products; biased
     cuda_graph_arguments: tuple[str, ...] = ()  # with these, one CUDA graph replays a step of experts in mxfp8
     liger: bool = False  # if the loss is fused, so are norms, RoPE and gates: transformers' Liger patch
@@ -271,13 +271,10 @@ class Engine:
     def state_bytes(self, share: Share) -> StateBytes:
         """Return the bytes per trained weight, which depend on the optimizer."""
         stored = IN_FP32 if share.in_fp32 else self.states
-        if share.train.optimizer == "paged_adamw8bit":  # states are in host memory
-            return stored._replace(optimizer=0.0)
-        if "8bit" in share.train.optimizer:
-            return stored._replace(optimizer=2.0 + stored.copy)
-        if share.train.optimizer in ("sgd", "adafactor"):
-            return stored._replace(optimizer=stored.copy)
-        return stored
+        if (name := share.train.optimizer) == "adamw":
+            return stored
+        # The states of paged_adamw8bit are in host memory.
+        return stored._replace(optimizer=0.0 if "paged" in name else (2.0 if "8bit" in name else 0.0) + stored.copy)
 
     def loaded_bytes(self, share: Share) -> float:
         """Return the bytes per frozen weight that is not quantised to four bits."""
@@ -377,11 +374,10 @@ class Engine:
 
     def logits(self, share: Share) -> float:
         """Return the bytes of the loss's logits and their gradients."""
-        vocab = share.model.vocab
+        columns = share.model.vocab / share.layout.tp
         if not share.layout.fused_cross_entropy:
-            return share.tokens * vocab / share.layout.tp * self.logits_bytes
-        all_bytes = share.tokens * vocab / share.layout.tp * 2.0
-        return min(all_bytes, 1024.0 * vocab / share.layout.tp * self.logits_bytes)  # in chunks of 1024 tokens
+            return share.tokens * columns * self.logits_bytes
+        return columns * min(2.0 * share.tokens, 1024.0 * self.logits_bytes)  # in chunks of 1024 tokens
 
     def host_load(self, file_bytes: float, layout: Layout, ranks: int) -> float:
         """Return the bytes of node memory that `ranks` ranks use while they load a model file, without page cache.
@@ -394,11 +390,8 @@ class Engine:
 
     def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
         """Return the fractions of multiplications, attention and element-wise passes that the backward pass repeats."""
-        if checkpointing == "full":
-            return 1.0, 1.0, 1.0
-        if checkpointing == "selective":
-            return (0.0, 1.0, 0.0) if self.selective_attention else (0.5, 0.0, 1.0)
-        return 0.0, 0.0, 0.0
+        some = (0.0, 1.0, 0.0) if self.selective_attention else (0.5, 0.0, 1.0)
+        return {"full": (1.0, 1.0, 1.0), "selective": some}.get(checkpointing, (0.0, 0.0, 0.0))
 
     def hides_tensor_parallel(self, layout: Layout) -> bool:
         """Whether part of the tensor-parallel traffic overlaps with adjacent products.
@@ -467,9 +460,7 @@ class Fsdp(Engine):
 
     def casts(self, share: Share) -> float:
         """All weights: autocast's cache keeps a copy of each."""
-        if share.adapters or share.in_fp32 or self.in_units(share):
-            return 0.0
-        return 2.0 * share.local
+        return 0.0 if share.adapters or share.in_fp32 or self.in_units(share) else 2.0 * share.local
 
 
 _SETS = ("can", "without_gpu", "methods")

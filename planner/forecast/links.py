@@ -227,9 +227,8 @@ def _limit_to_links(speed: Speed, cluster: ClusterTopology) -> Speed:
     if carries < speed.bytes_per_second or (slowed and carries == speed.bytes_per_second):
         return replace(speed, bytes_per_second=carries, how="derived", why=runs)
     if slowed:  # measurements of other machines are even lower
-        return replace(
-            speed, why="; ".join(filter(None, (speed.why, f"{runs}, which carries {carries / GIGA:.3g} GB/s")))
-        )
+        runs += f", which carries {carries / GIGA:.3g} GB/s"
+        return replace(speed, why="; ".join(filter(None, (speed.why, runs))))
     return speed
 
 

@@ -130,14 +130,13 @@ def save_seconds(checkpoint_bytes: float, step_seconds: float, bytes_per_second:
     return max(shortest, needed)
 
 
-def micro_batches_held(layout: Layout) -> float:
-    """Return how many micro-batches' activations the first stage holds at the same time."""
-    if layout.pp == 1:
-        return 1.0
-    if layout.schedule == "gpipe":
+def micro_batches_held(layout: Layout, *, last: bool = False) -> float:
+    """Return how many micro-batches' activations the first, or the last, stage holds at the same time."""
+    if layout.pp > 1 and layout.schedule == "gpipe":
         return float(layout.gradient_accumulation)
-    extra = 1.0 + (layout.pp - 1) / (layout.pp * layout.virtual_stages) if layout.virtual_stages > 1 else 1.0
-    return min(float(layout.gradient_accumulation), layout.pp * extra)
+    chunks = (layout.pp - 1) / layout.virtual_stages  # that each stage starts ahead of the next, as micro-batches
+    held = layout.pp - chunks if last else layout.pp + (chunks if layout.virtual_stages > 1 else 0.0)
+    return min(float(layout.gradient_accumulation), held)
 
 
 def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> tuple[float, float, float]:
@@ -158,7 +157,7 @@ def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> tuple[f
     logits = engine.logits(share)
     # The loss, and so the forward pass, is complete before a layer is recomputed.
     first = micro_batches_held(layout) * total + max(again, copies)
-    last = total + max(again, copies + logits)
+    last = micro_batches_held(layout, last=True) * total + max(again, copies + logits)
     if layout.pp > 1 and (first_stage or first > last):
         return per_layer, first, 0.0
     return per_layer, last - logits, logits

@@ -44,9 +44,7 @@ class Topoflight(Fsdp):
         hidden, inner = super().stored_tensors(share)
         if share.in_fp32 or not share.model.gated_mlp:
             return hidden, inner
-        if share.adapters:
-            return hidden - 3.0, inner
-        return (8.0 if self.in_units(share) else 13.0), inner
+        return hidden - 3.0 if share.adapters else 8.0 if self.in_units(share) else 13.0, inner
 
     def logits(self, share: Share) -> float:
         """The loss of a part of the tokens needs the same memory however few micro-batches have."""
@@ -56,8 +54,7 @@ class Topoflight(Fsdp):
 
     def shards_gradients(self, share: Share) -> bool:
         """Whether gradients are sharded; gradients of adapters are not during accumulation."""
-        accumulates = share.adapters and share.layout.gradient_accumulation > 1
-        return not accumulates and super().shards_gradients(share)
+        return not (share.adapters and share.layout.gradient_accumulation > 1) and super().shards_gradients(share)
 
     def in_units(self, share: Share) -> bool:
         """Whether weights are gathered by unit; with TP and PP, replicas are FSDP units over one rank."""
@@ -199,7 +196,11 @@ class DeepSpeed(Engine):
 
 
 class Torchtitan(Fsdp):
-    """Its selective recomputation stores other outputs than plain PyTorch does."""
+    """Its selective recomputation stores other outputs than plain PyTorch does, and its loss exists in parts."""
+
+    def logits(self, share: Share) -> float:
+        """Add the fp32 gradient of the head's input, which TP does not split (GradAccumulator, components/loss.py)."""
+        return super().logits(share) + self.chunks_loss * 4.0 * share.tokens * share.model.hidden
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """Count the layer's input and the outputs of q, v, attention, w1 and w2; instead of experts, of all-to-alls."""

@@ -15,6 +15,7 @@ from typing import Any
 from contracts.layout import Layout
 from contracts.tables import read_table
 from planner.advice import ExportError, ExportRequest, render
+from planner.forecast.engine import ZERO_STAGES
 from planner.forecast.models import hub_id
 from planner.search import explain_lack
 from planner.stacks import ENGINES, TOPOFLIGHT, is_sharded, is_wrapped
@@ -33,12 +34,11 @@ def _make_values(request: ExportRequest) -> dict[str, Any]:
     members |= {"precision": layout.precision, "sharding": layout.sharding, "dp_shard": layout.dp_shard}
     in_fp32 = request.train.dtype == "float32" or (request.train.method == "full" and layout.precision == "fp16")
     dtype = "float32" if in_fp32 else {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
-    stages = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
     return {
         "request": request, "layout": layout, "model": request.model, "train": request.train, "members": members,
         "model_name": hub_id(name) or name, "dtype": dtype,
         "wrapped": is_wrapped(layout), "sharded": is_sharded(layout), "engine": ENGINES["megatron"],
-        "stage": stages[layout.sharding] if layout.dp_shard > 1 else 0,
+        "stage": ZERO_STAGES[layout.sharding] if layout.dp_shard > 1 else 0,
     }  # fmt: skip
 
 
@@ -63,6 +63,13 @@ def export(name: str, request: ExportRequest) -> str:
     return comments + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)  # in PyYAML's format
 
 
+def list_unwritten(request: ExportRequest) -> list[str]:
+    """Say why formats of the layout's own engine cannot express it."""
+    formats = (name for name in FORMATS if _TABLE["format"][name]["stack"] == request.train.engine)
+    reasons = ((name, "; ".join(_list_refusals(name, request))) for name in formats)
+    return [f"-o {name} cannot write this layout: {reason}" for name, reason in reasons if reason]
+
+
 def _list_refusals(name: str, request: ExportRequest) -> Iterator[str]:
     """Yield the reasons why a format's framework cannot run the layout: rows of exports.toml, and more."""
     layout, model, train = request.layout, request.model, request.train
@@ -84,5 +91,4 @@ def _is_among(value: Any, condition: Any) -> bool:
         return bool(value) is condition
     if isinstance(value, str):
         return value in condition
-    low, high = condition
-    return bool(low <= value <= high)
+    return bool(condition[0] <= value <= condition[1])

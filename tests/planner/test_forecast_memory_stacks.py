@@ -11,7 +11,7 @@ from hardware.units import GIB
 from planner.forecast.compute import Job, cpu_rates, gpu_rates
 from planner.forecast.engine import share_of
 from planner.forecast.links import Links, Speed
-from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_parts
+from planner.forecast.memory import NCCL_BYTES, RESERVED_RANKS_BYTES, memory_parts, micro_batches_held
 from planner.forecast.models import model_named
 from planner.forecast.specs import Method, TrainSpec, lora_weights, trained_weights, weights
 from planner.forecast.step_time import forecast_step, prepare_step
@@ -28,18 +28,31 @@ LINKS = Links(ranks_per_node=8, nodes=1, island_size=8, island=NODE, node=NODE, 
 
 
 def test_torchtitan_keeps_every_second_product() -> None:
-    """The layer's input, the results of wq, wv, w1 and w2, and attention's: 4096 x 4 + 1024 + 14336 columns."""
+    """The layer's input, the results of wq, wv, w1 and w2, and attention's: 4096 x 4 + 1024 + 14336 columns.
+
+    An eighth of the logits, and the fp32 gradient of the head's input.
+    """
     layout = Layout(world_size=32, dp_shard=32, micro_batch=2, checkpointing="selective")
     parts = memory_parts(MODEL, FULL, layout, find_engine("torchtitan"))
-    assert parts.activations == pytest.approx(32 * TOKENS * HALF * (4 * 4096 + 1024 + 14336))
+    assert parts.activations + parts.logits == pytest.approx(
+        32 * TOKENS * HALF * (4 * 4096 + 1024 + 14336) + TOKENS * (14.0 / 8 * 128256 + 4.0 * 4096)
+    )
 
 
 def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
-    """Qwen3-30B-A3B: q 4096, kv 512, h 2048, 8 experts a token. 141.8 GiB were measured in 8 B200, 126 are forecast."""
+    """Qwen3-30B-A3B: q 4096, kv 512, h 2048, 8 experts a token. 141.8 GiB were measured in 8 B200, 136 are forecast."""
     engine, model = find_engine("torchtitan"), model_named("Qwen3-30B-A3B")
     one, eight = (Layout(world_size=8, dp_shard=8, micro_batch=2, checkpointing="selective", ep=ep) for ep in (1, 8))
     activations = [engine.selective_activations(share_of(model, FULL, layout), 0.0) for layout in (one, eight)]
     assert activations == [TOKENS * HALF * columns for columns in (2 * 4096 + 512, 2 * 4096 + 512 + 2 * 8 * 2048)]
+
+
+@each_row(("chunks", "first", "last"), [(1, 4.0, 1.0), (2, 5.5, 2.5), (4, 4.75, 3.25)])
+def test_the_last_stage_starts_all_its_chunks_before_the_first_backward_pass(chunks, first, last) -> None:
+    """Megatron's schedules.py: (v - 1) p + 1 passes of a chunk, and 2 (p - 1) more on the first stage."""
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    layout = Layout(world_size=4, pp=4, gradient_accumulation=8, virtual_stages=chunks, schedule=schedule)
+    assert [micro_batches_held(layout, last=end) for end in (False, True)] == [first, last]
 
 
 def test_zero3_steps_a_group_of_weights_at_a_time() -> None:
@@ -80,12 +93,8 @@ def test_trl_has_the_logits_of_one_tile() -> None:
     """4,096 tokens x 32,768 entries and their weights, and fp32 gradients; before TRL 1.16 all logits at 14 bytes."""
     lora, engine, layout = replace(FULL, method="lora"), find_engine("trl"), Layout(world_size=1)
     tile = 2.0 * 4096 * 32768 + 2.0 * 32768 * 4096 + 8.0 * 8192 * 4096
-    for train, head in (
-        (lora, 0.0),
-        (FULL, 4.0 * 128256 * 4096),
-        (replace(lora, saved_modules=("lm_head",)), 4.0 * 128256 * 4096),
-    ):
-        assert engine.logits(share_of(MODEL, train, layout)) == tile + head
+    for train, trained in (lora, 0.0), (FULL, 1.0), (replace(lora, saved_modules=("lm_head",)), 1.0):
+        assert engine.logits(share_of(MODEL, train, layout)) == tile + trained * 4.0 * 128256 * 4096
     older = replace(engine, chunks_loss=False, logits_bytes=14.0)
     assert older.logits(share_of(MODEL, lora, layout)) == 14.0 * 8192 * 128256
 

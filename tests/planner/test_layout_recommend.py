@@ -142,6 +142,15 @@ def test_the_setting_that_shards_gradients_while_they_add_up_is_named(engine: st
     assert sum("requires the setting" in text and " GiB of them" in text for text in unknowns) == named
 
 
+@each_row(("engine", "model", "said"), [("torchtitan", "Qwen3-8B", 0), ("torchtitan", "gpt-oss-20b", 1),
+                                       ("megatron", "gpt-oss-20b", 1), ("trl", "gpt-oss-20b", 0)])  # fmt: skip
+def test_a_forecast_of_a_layout_that_its_engines_export_refuses_says_so(engine: str, model: str, said: int) -> None:
+    """The stack may run it, but the user has to write its configuration."""
+    train = TrainSpec(method="full", sequence_length=4096, global_batch=256, engine=engine)
+    unknowns = recommend(machines.cluster("p5.48xlarge", 2), (), model_named(model), train).unknowns
+    assert sum(text.startswith(f"-o {engine} cannot write this layout: ") for text in unknowns) == said
+
+
 def test_a_network_of_ones_own_joins_the_nodes() -> None:
     """8B sharded over two nodes of two A40: slower over 25 Gb/s than over 400, and sockets have a ceiling."""
     train = TrainSpec(method="lora", sequence_length=2048, global_batch=64)
