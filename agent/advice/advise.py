@@ -40,6 +40,15 @@ texts = read_texts(__file__, "texts.toml")
 PLAN_ERRORS = (PlanError, LayoutError, ConfigError)  # of a request that the planner cannot answer
 # The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
 EMBEDDED_MODEL = "tiny-llama"
+MAX_POINTS = 64  # rows of a table of alternatives
+ASSUMED_TOKENS = 1e9  # of a run without a budget
+WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
+                  "steps", "price")  # fmt: skip
+"""The fields of a question that the what-if page asks for."""
+_SHORTEST = 512  # tokens: a run with shorter sequences is a different job
+_TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increased
+_Changes = list[dict[str, Any]]  # of one setting, the smallest first
+_WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}  # precisions of products with more bits
 _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 _MAX_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
@@ -169,11 +178,6 @@ def advise_cluster(
 
 # If no layout fits: the closest requests for which a layout fits.
 
-_SHORTEST = 512  # tokens: a run with shorter sequences is a different job
-_TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increased
-_Changes = list[dict[str, Any]]  # of one setting, the smallest first
-_WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
-
 
 def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
     """Return, per setting, the smallest change that makes a layout fit; if none does, changes of two settings.
@@ -296,12 +300,6 @@ def adapt_to_pods(
 
 
 # The same job on other machines, node counts and networks.
-
-MAX_POINTS = 64
-ASSUMED_TOKENS = 1e9  # of a run without a budget
-WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
-                  "steps", "price")  # fmt: skip
-"""The fields of a question that the what-if page asks for."""
 
 
 def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:

@@ -14,6 +14,9 @@ from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
+FIRST_ROWS = ("speed", "time", "cost", "memory")
+OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
+Rows = list[tuple[str, str]]
 _SAME = 1.01  # times slower: less is not shown
 MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
 
@@ -134,11 +137,6 @@ def _print_layout(out: Console, advice: Recommendation, chosen: RankedLayout) ->
     out.print(make_table(parts_grid([chosen])))
     for line in chosen.forecast.inputs:
         out.print(f"· {escape(line)}")
-
-
-FIRST_ROWS = ("speed", "time", "cost", "memory")
-OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
-Rows = list[tuple[str, str]]
 
 
 def list_layout_properties(advice: Recommendation, ranked: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:
