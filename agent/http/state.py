@@ -31,6 +31,9 @@ from probes.increases import EarlierScans
 
 log = logging.getLogger(__name__)
 
+END_SECONDS = 2.0  # for the final write of the record, within the pod's grace period
+MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
+
 
 class State:
     """Scans in its own thread every `interval_seconds`, and holds the newest view.
@@ -143,9 +146,6 @@ class State:
 
 
 # Write the record of this node to the cluster (server-side apply).
-
-END_SECONDS = 2.0  # for the final write, within the pod's grace period
-MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
 
 
 class Publisher:
