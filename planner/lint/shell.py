@@ -474,10 +474,6 @@ class _Reader(Expander):
         if not exported and not assigned.unset and NEXT_ITEM not in assigned.value:
             self.script.loose[assigned.name] = assigned
 
-    def _export(self, name: str, line: int) -> None:
-        """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
-        self.set(self.scope.variables.get(name, Assigned(name, OPEN, f"${name}", line)), exported=True)
-
     def _follow_declaration(self, node: Node) -> None:
         """Follow export, declare, typeset, local, readonly or unset. bash expands all words before it assigns."""
         keyword, line = self.text(node.children[0]), self.line(node)
@@ -505,7 +501,8 @@ class _Reader(Expander):
             elif not each.unset:
                 self.set(each, exported=True if exports else None)
             elif exports:
-                self._export(each.name, line)
+                unknown = Assigned(each.name, OPEN, f"${each.name}", line)  # its value comes from the environment
+                self.set(self.scope.variables.get(each.name, unknown), exported=True)
 
     # -- commands
 
