@@ -37,6 +37,8 @@ from topology.graph import UNKNOWN, NodeTopology, Pair
 MAX_SIZES = 4  # the largest values of size_bytes; /measurements has the curves
 MAX_RANKS = 8  # the latest stragglers
 MAX_TRANSPORTS = 16
+BOUNDS = ("low", "mid", "high")
+STATUSES = ("pass", "info", "warn", "unknown", "fail")
 MAX_COLLECTIVES = 16  # kinds of collectives in a step
 
 TABLE = read_table(__file__, "metrics.toml")  # dashboards/generate.py reads what it says about labels
@@ -78,9 +80,6 @@ def collect_families(view: View, counted: Counted) -> Iterator[Samples]:
 
 
 # Values of the agent's own families for one view. An unknown value has no sample, never a zero.
-
-BOUNDS = ("low", "mid", "high")
-STATUSES = ("pass", "info", "warn", "unknown", "fail")
 
 
 def list_agent_values(view: View) -> Iterator[tuple[str, Values]]:

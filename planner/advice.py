@@ -12,6 +12,7 @@ from contracts.finding import Interval
 from contracts.layout import Layout
 from planner.forecast.specs import ModelSpec, TrainSpec
 from planner.nccl_env.situation import Note, Setting
+from probes.pci.facts import UNSUPPORTED
 
 SCHEMA_VERSION = 1
 
@@ -71,7 +72,7 @@ class Recommendation:
     settings: tuple[Setting, ...]
     notes: tuple[Note, ...] = ()
     needs: tuple[Setting, ...] = ()
-    backend: str = "nccl"  # "gloo" without GPUs, "rccl" with AMD GPUs (not checked)
+    backend: str = "nccl"  # "gloo" without GPUs, "rccl" (AMD) and "hccl" (Gaudi) are not checked
     model: ModelSpec | None = None
     train: TrainSpec | None = None
     chosen: RankedLayout | None = None  # None: no layout fits, see `rejected`
@@ -87,6 +88,11 @@ class Recommendation:
     node_hour_price: float | None = None  # given by the user
     rows: int | None = None  # in the data set, if counted
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def unsupported(self) -> str:
+        """The GPUs, if their collective library is not supported: "AMD GPUs"; else empty."""
+        return UNSUPPORTED.get(self.backend, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

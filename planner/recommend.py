@@ -370,9 +370,10 @@ def recommend(
         snapshots, cluster, nccl_version=nccl_version, multi_node=multi_node, ranks_per_node=ranks_per_node
     )
     answer = replace(nccl_env.settings(case), model=model, train=train)
-    if answer.backend == "rccl":
-        reason = unjudged(cluster) or "AMD GPUs seen (PCI class and vendor), RCCL is not supported yet"
-        rejected = Rejected(what="every layout", rule="rccl", reason=reason)
+    if answer.unsupported:
+        seen = f"{answer.unsupported} seen (PCI class and vendor), {answer.backend.upper()} is not supported yet"
+        reason = unjudged(cluster) or seen
+        rejected = Rejected(what="every layout", rule=answer.backend, reason=reason)
         return replace(answer, rejected=(rejected,), unknowns=(reason,))
     set_to = {setting.name: setting.value for setting in answer.settings}
     against = pick_costly(findings or {}, set_to)

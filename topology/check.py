@@ -58,9 +58,7 @@ def find_farthest_gdr(level: str | None) -> PathClass | None:
 
 def uses_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by default or because of the job's level."""
-    if farthest is None:
-        return near.gdr_by_default
-    return near.path is not None and near.path <= farthest
+    return near.gdr_by_default if farthest is None else near.path is not None and near.path <= farthest
 
 
 def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:
@@ -145,7 +143,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
     # without it on the other GPUs. If no GPU does, all data of every step is copied through host memory.
     decided = [near for near in node.nearest_nic if near.decidable]
     direct = {nic for near in decided if uses_gdr(near, farthest) for nic in near.nics}
-    by_c2c = _may_be_grace(node) and {near.label for near in decided} == {"NODE"}
+    by_c2c = _may_be_grace(node) and {near.label for near in decided} <= {"NODE", "PHB"}
     lone, no_gdr = _find_without_nic(node), {gpu.name for gpu in node.gpus if by_c2c or without_gdr(gpu.model or "")}
     hidden = _text("hidden_nics") * (_count_switch_links(node) > 0 and 2 * len(node.nics) < len(node.gpus))
     for near in decided:
@@ -180,7 +178,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
 
 
 def _may_be_grace(node: NodeTopology) -> bool:
-    """Whether unnamed GPUs may be those of a GB200 tray, a GH200 or a DGX Spark, whose NICs are NODE or SYS (C2C)."""
+    """Whether unnamed GPUs may be those of a GB200 tray, GH200 or DGX Spark (C2C), or the GPU of a small VM (PHB)."""
     few = len(node.gpus) == 1 or (len(node.gpus) == 4 and _count_switch_links(node) == most_links())
     return few and not any(gpu.model for gpu in node.gpus)
 
@@ -208,7 +206,9 @@ def _find_without_nic(node: NodeTopology) -> set[str]:
 
 def _report_no_nic(node: NodeTopology, near: NearestNic, missing: int) -> Finding:
     rails = {nic for rail in node.rails for nic in rail.nics if near.gpu not in rail.gpus}
+    idle = {nic.name for nic in node.nics if nic.kind in _RDMA}.difference(*(each.nics for each in node.nearest_nic))
     evidence = (f"HCAs nearest to the other GPUs: {', '.join(sorted(rails))}", *_cite_pairs(node, near))
+    evidence += (_text("idle_nics", nics=some(sorted(idle))),) * bool(idle)
     nics, others = ", ".join(near.nics[:4]), len(node.nearest_nic) - missing
     return finding(TEXTS, "topology.nic.missing", None, near.gpu, evidence, nics=nics, others=others, near=near)
 

@@ -134,8 +134,9 @@ class NvLinks:
         """Count links whose ends a hypervisor hides: the P2P status shows whether two GPUs are connected by NVLink."""
         if not self._are_joined(a, b):
             return 0, ""
-        peers = [other for other in self._gpus if other != a and self._are_joined(a, other)]
-        if len(peers) == len(self._gpus) - 1 or len(peers) == 1:
+        others = [gpu.index for gpu in self._gpus.values() if gpu.index != a and not gpu.broken]
+        peers = [other for other in others if self._are_joined(a, other)]
+        if len(peers) == len(others) or len(peers) == 1:
             how = "a switch, or all links to the one peer"
             return self._choose_lower(a, b, first, second), f"nvml: far ends hidden, P2P over NVLink is ok: {how}"
         share = min(first, second) // len(peers)
@@ -190,12 +191,10 @@ class PciTree:
 
     def label(self, first: str | None, second: str | None) -> str | None:
         """Return nvidia-smi's label for the path between two devices, None if one is not in the tree."""
-        if not first or not second:
-            return None
-        a, b = self.devices.get(first), self.devices.get(second)
+        a, b = self.devices.get(first or ""), self.devices.get(second or "")
         if a is None or b is None:
             return None
-        above_a, above_b = self.above(first), self.above(second)
+        above_a, above_b = self.above(a.bus_id), self.above(b.bus_id)
         if above_a[:1] and above_a[:1] == above_b[:1]:
             common = sum(1 for a, b in zip(above_a, above_b, strict=False) if a == b)
             # at most one switch is crossed: each device has one port below the common bridge

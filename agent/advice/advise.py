@@ -40,6 +40,15 @@ texts = read_texts(__file__, "texts.toml")
 PLAN_ERRORS = (PlanError, LayoutError, ConfigError)  # of a request that the planner cannot answer
 # The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
 EMBEDDED_MODEL = "tiny-llama"
+MAX_POINTS = 64  # rows of a table of alternatives
+ASSUMED_TOKENS = 1e9  # of a run without a budget
+WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
+                  "steps", "price")  # fmt: skip
+"""The fields of a question that the what-if page asks for."""
+_SHORTEST = 512  # tokens: a run with shorter sequences is a different job
+_TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increased
+_Changes = list[dict[str, Any]]  # of one setting, the smallest first
+_WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}  # precisions of products with more bits
 _ROUNDING = 1e-9  # tolerance for floating-point error: a whole number of steps is not rounded up
 _MAX_FAULTS = 4  # number of faults printed with a recommendation; `topoflight scan` prints all of them
 
@@ -150,7 +159,7 @@ def advise_cluster(
         )
         recommendation = nccl_env.settings(case)
         backend = "nccl" if any(node.gpus for node in cluster.nodes) else "gloo"
-        return recommendation if recommendation.backend == "rccl" else replace(recommendation, backend=backend)
+        return recommendation if recommendation.unsupported else replace(recommendation, backend=backend)
     findings: dict[str, tuple[Finding, ...]] = {}  # failures and warnings by node, as the planner reads them
     for check in checks:
         if check.status in ("fail", "warn"):
@@ -162,17 +171,12 @@ def advise_cluster(
         nccl_version=version, ranks_per_node=request.ranks(cluster),
         multi_node=multi_node, findings=findings, measured_step=request.measured_layout(),
     )  # fmt: skip
-    if advice.chosen is None and advice.backend != "rccl" and not advice.helps_most:
+    if advice.chosen is None and not advice.unsupported and not advice.helps_most:
         advice = replace(advice, helps_most=suggest_changes(request, snapshots))
     return with_faults(with_budget(advice, request, len(cluster.nodes)), checks)
 
 
 # If no layout fits: the closest requests for which a layout fits.
-
-_SHORTEST = 512  # tokens: a run with shorter sequences is a different job
-_TIMES = (2, 4, 8, 16, 32, 64)  # factors by which the number of nodes is increased
-_Changes = list[dict[str, Any]]  # of one setting, the smallest first
-_WIDER = {"mxfp8": ("fp8", "bf16"), "fp8": ("bf16",)}
 
 
 def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[str, ...]:
@@ -296,12 +300,6 @@ def adapt_to_pods(
 
 
 # The same job on other machines, node counts and networks.
-
-MAX_POINTS = 64
-ASSUMED_TOKENS = 1e9  # of a run without a budget
-WHAT_IF_FIELDS = ("model", "method", "machine", "nodes", "sequence_length", "global_batch", "network", "transport",
-                  "steps", "price")  # fmt: skip
-"""The fields of a question that the what-if page asks for."""
 
 
 def forecast_frontier(request: Request, nodes: Sequence[int]) -> tuple[FrontierPoint, ...]:

@@ -187,26 +187,35 @@ def choose_trainer(request: Request, requested: str, snapshots: Sequence[Snapsho
     if neither trainer supports the settings.
     """
     only_trl = read_settings(request, requested).only_trl
-    trainer = (TRL if only_trl else OURS) if requested == "auto" else requested
-    reason_text = "; ".join(only_trl) if requested == "auto" else ""
-    advice = _advise_for(request, trainer, snapshots)
-    if advice.chosen is None and trainer == OURS and requested == "auto":
-        assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
-        measured = request.changed(length_histogram=advice.train.length_histogram)
-        other = _advise_for(measured, TRL, snapshots)
-        too_large = any(row.rule == "memory-fits" for row in advice.rejected)
-        if other.chosen is None or (too_large and other.chosen.layout.cp == 1):  # TRL's trainer can split sequences
-            return advice, "" if too_large else f"with TRL's trainer: {describe_refusal(other)}"
-        simplest = find_engine(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
-        advice, trainer, reason_text = other, TRL, simplest or advice.rejected[0].reason
-    if trainer not in (OURS, TRL):  # another stack, named with --engine
-        return advice, ""
+    if requested != "auto":
+        advice = _advise_for(request, requested, snapshots)
+        return advice, _describe_trainer(advice, requested, request)
+    if only_trl:
+        advice = _advise_for(request, TRL, snapshots)
+        return advice, _describe_trainer(advice, TRL, request, "; ".join(only_trl))
+    advice = _advise_for(request, OURS, snapshots)
+    if advice.chosen is not None:
+        return advice, _describe_trainer(advice, OURS, request)
+    assert advice.model is not None and advice.train is not None  # noqa: S101 - a job always names one
+    measured = request.changed(length_histogram=advice.train.length_histogram)
+    by_trl = _advise_for(measured, TRL, snapshots)
+    is_too_large = any(row.rule == "memory-fits" for row in advice.rejected)
+    if by_trl.chosen is None or (is_too_large and by_trl.chosen.layout.cp == 1):  # TRL's trainer can split sequences
+        return advice, "" if is_too_large else f"with TRL's trainer: {describe_refusal(by_trl)}"
+    simplest = find_engine(OURS).refuses(advice.model, advice.train, Layout(world_size=1))
+    return by_trl, _describe_trainer(by_trl, TRL, request, simplest or advice.rejected[0].reason)
+
+
+def _describe_trainer(advice: Recommendation, trainer: str, request: Request, refusal: str = "") -> str:
+    """Name the trainer; `refusal` is why the built-in one cannot run the job. Empty if the user needs no line."""
     if trainer == OURS:
         line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
-        return advice, line if request.config and advice.chosen else ""
+        return line if request.config and advice.chosen else ""
+    if trainer != TRL:  # another stack, named with --engine
+        return ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
-    reason = f", because the built-in one refuses: {reason_text}." if reason_text else ", as --trainer requests."
-    return advice, f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
+    reason = f", because the built-in one refuses: {refusal}." if refusal else ", as --trainer requests."
+    return f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
 
 
 def _advise_for(request: Request, trainer: str, snapshots: Sequence[Snapshot]) -> Recommendation:

@@ -228,8 +228,6 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "size": _Size(),
     "text": click.STRING,
 }
-
-
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
 _OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # all others belong to click.option
 

@@ -18,6 +18,9 @@ ORDER: tuple[Status, ...] = tuple(Status)  # worst first, the order in which the
 _OF_DEVICES = ("gpu", "pci", "rdma", "interfaces", "topology")  # families of codes whose subjects are devices
 
 _IMPLIED_BY: dict[str, str] = read_table(__file__, "rules.toml")["implied_by"]
+PAGES = ("findings", "settings", "log-problems", "diagnoses", "alerts")
+_ENTRY = re.compile(r"^### `([\w.]+)`\n\n((?:- \*\*\w+:\*\* .+\n)+)", re.MULTILINE)
+_POINT = re.compile(r"^- \*\*(\w+):\*\* (.+)$", re.MULTILINE)
 MANY_CODES = 8  # if one family has more codes for one reason, only the family is named
 
 
@@ -154,10 +157,6 @@ def group_by_reason(unknown: Iterable[FindingGroup]) -> dict[str, tuple[str, ...
 
 
 # The entries of finding codes, diagnoses and alerts in the reference pages of the documentation.
-
-PAGES = ("findings", "settings", "log-problems", "diagnoses", "alerts")
-_ENTRY = re.compile(r"^### `([\w.]+)`\n\n((?:- \*\*\w+:\*\* .+\n)+)", re.MULTILINE)
-_POINT = re.compile(r"^- \*\*(\w+):\*\* (.+)$", re.MULTILINE)
 
 
 class UnknownCodeError(LookupError):

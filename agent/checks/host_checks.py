@@ -23,7 +23,7 @@ from probes.increases import CODES as RISING_CODES, find_risen
 from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci import probe as pci_probe
-from probes.pci.facts import PciFacts, list_amd_gpus
+from probes.pci.facts import AMD, HABANA, PciFacts, list_other_gpus
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice, RdmaFacts
 from probes.registry import ALL, SCAN_CODES, check_facts, report_failures
 from topology import check as topology_check
@@ -82,7 +82,7 @@ def explain_unread_gpus(snapshot: Snapshot) -> str:
     if facts is None and on_bus:
         return f"{_number(on_bus, 'GPU')} on the PCI bus, and nothing could be read: {_outcome(snapshot, 'gpu')}"
     if facts is None and foreign:
-        maker = {0x1002: "AMD", 0x1DA3: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other")
+        maker = {AMD: "AMD", HABANA: "Habana (Gaudi)"}.get(foreign[0].vendor_id, "other")
         return f"{_number(foreign, f'{maker} accelerator')} on the PCI bus: only NVIDIA's are read"
     if facts is None or any(g.error is None for g in facts.gpus) or not (on_bus or facts.gpus or facts.driver_error):
         return ""
@@ -204,7 +204,7 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
     pci = snapshot.facts(PciFacts)
     on_bus = not isinstance(snapshot.outcomes.get("pci"), Absent)
     if pci is not None:
-        on_bus = bool(pci_probe.list_gpus(pci) or list_amd_gpus(pci))
+        on_bus = bool(pci_probe.list_gpus(pci) or list_other_gpus(pci))
 
     def with_roles(facts: RdmaFacts) -> RdmaFacts:
         return replace(facts, devices=tuple(replace(d, role=_find_role(node, d, facts.devices)) for d in facts.devices))

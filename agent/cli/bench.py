@@ -180,19 +180,20 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
 
 
 @command("calibrate")
-def calibrate(model: str, sequence_length: int, target: Path | None, **options: Any) -> None:
+def calibrate(
+    model: str, method: str, sequence_length: int, tokens: int | None, ranks: int | None, budget: float,
+    target: Path | None,
+) -> None:  # fmt: skip
     """Measure matrix multiplications and one layer of a model, for more precise forecasts. Generates load."""
     from agent.advice.request import Request
     from agent.jobs.benchmark import calibrate_host, count_default_ranks, list_gpus
     from probes.registry import ALL
 
-    hosts, seconds = read_snapshots((), ALL), options["budget"]
-    copies = options["ranks"] or count_default_ranks(hosts)
-    Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(seconds)}")
-    calibration = calibrate_host(
-        Request.of(model=model, sequence_length=sequence_length, method=options["method"]), copies,
-        tokens=options["tokens"] or sequence_length, gpu=bool(list_gpus(hosts)), budget_seconds=seconds,
-    )  # fmt: skip
+    hosts = read_snapshots((), ALL)
+    copies, gpu, tokens = ranks or count_default_ranks(hosts), bool(list_gpus(hosts)), tokens or sequence_length
+    Progress().step(f"calibrating for {model} with {copies} ranks, up to {units.seconds(budget)}")
+    request = Request.of(model=model, sequence_length=sequence_length, method=method)
+    calibration = calibrate_host(request, copies, tokens=tokens, gpu=gpu, budget_seconds=budget)
     text = render(calibration, "json")
     if target is None:
         print_text(text, nl=False)

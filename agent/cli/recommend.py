@@ -59,7 +59,7 @@ def recommend(
     elif form in ENVIRONMENTS or advice.chosen is not None or advice.model is None:
         print_text(export(advice, form, nodes=request.nodes or max(1, len(request.hosts))), nl=False)
     if advice.model is not None and advice.chosen is None:
-        verb = "is forecast for AMD GPUs" if advice.backend == "rccl" else "fits"
+        verb = f"is forecast for {advice.unsupported}" if advice.unsupported else "fits"
         reasons = "" if form == "table" else _explain_no_layout(advice)  # the table has shown them
         raise NothingFitsError(f"no layout of {advice.model.name} {verb}{reasons}")
 

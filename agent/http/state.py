@@ -31,6 +31,9 @@ from probes.increases import EarlierScans
 
 log = logging.getLogger(__name__)
 
+END_SECONDS = 2.0  # for the final write of the record, within the pod's grace period
+MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
+
 
 class State:
     """Scans in its own thread every `interval_seconds`, and holds the newest view.
@@ -144,9 +147,6 @@ class State:
 
 # Write the record of this node to the cluster (server-side apply).
 
-END_SECONDS = 2.0  # for the final write, within the pod's grace period
-MISSING_SECONDS = 300.0  # until a missing CRD is looked for again
-
 
 class Publisher:
     """A thread that writes a node's record when it changes, and at least every `interval_seconds`."""
@@ -194,7 +194,8 @@ class Publisher:
             pause = self._look
             try:
                 record = self._latest()
-                if record is not None and self._is_due(record):
+                last = record and self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
+                if record is not None and (record != last or time.monotonic() >= self._due):
                     self.write(record)
                     failures = 0
             except ApiError as error:
@@ -206,10 +207,6 @@ class Publisher:
                 log.exception("publish: a record could not be made")
                 pause = MISSING_SECONDS
             self._stop.wait(pause)
-
-    def _is_due(self, record: NodeRecord) -> bool:
-        last = self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
-        return record != last or time.monotonic() >= self._due
 
     def write(self, record: NodeRecord) -> None:
         """Write the object and its status once. Raises ApiError."""

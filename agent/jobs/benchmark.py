@@ -46,6 +46,14 @@ from topology.expected import ExpectedBandwidth, Paths, expect_bandwidth
 from topology.graph import NicNode
 from topology.paths import CURRENT, HEALTHY, BarName, RequiredLinks, host_links, join_hosts
 
+_NVLS_SINCE = (2, 17)  # release of NCCL
+BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
+SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
+STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
+ALONE_SECONDS = 60.0  # budget of the verb bench
+CALIBRATION_SECONDS = 120.0
+CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
+
 
 @contextlib.contextmanager
 def stop_on_signals(
@@ -89,15 +97,6 @@ def count_default_ranks(snapshots: Sequence[Snapshot]) -> int:
         if gpus := list_gpus((snapshot,)):
             return max(1, sum(not gpu.error for gpu in gpus))
     return 2
-
-
-_NVLS_SINCE = (2, 17)  # release of NCCL
-BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0
-SWEEP_BYTES = (64 << 10, 1 << 20, 16 << 20)  # for the curve: latency, and the beginning of bandwidth-bound sizes
-STARTUP_SECONDS, HOSTS_SECONDS = 120.0, 900.0  # for the rendezvous of the ranks; a pod may first have to pull its image
-ALONE_SECONDS = 60.0  # budget of the verb bench
-CALIBRATION_SECONDS = 120.0
-CALIBRATION_TOKENS = 8192  # a GEMM with this many rows reaches its full rate; more rows only take longer
 
 
 def build_preflight_spec(

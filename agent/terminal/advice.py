@@ -14,6 +14,9 @@ from contracts.layout import Layout
 from planner.advice import RankedLayout, Recommendation
 
 FIRST_SETTINGS = 3
+FIRST_ROWS = ("speed", "time", "cost", "memory")
+OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
+Rows = list[tuple[str, str]]
 _SAME = 1.01  # times slower: less is not shown
 MORE = "More: --explain (reasons, other layouts, pod needs), -o env, -o k8s (settings)"
 
@@ -110,8 +113,8 @@ def device_of(advice: Recommendation) -> str:
 
 def _print_no_layout(out: Console, advice: Recommendation) -> None:
     """Print why no layout fits or is forecast, and what would help."""
-    amd = advice.backend == "rccl"
-    out.print("[bold]? No layout: AMD GPUs are not supported[/bold]" if amd else "[bold red]No layout fits[/bold red]")
+    unsupported = f"[bold]? No layout: {advice.unsupported} are not supported[/bold]"
+    out.print(unsupported if advice.unsupported else "[bold red]No layout fits[/bold red]")
     print_rejected(out, advice)
     if advice.backend == "gloo":
         print_bullet(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")
@@ -134,11 +137,6 @@ def _print_layout(out: Console, advice: Recommendation, chosen: RankedLayout) ->
     out.print(make_table(parts_grid([chosen])))
     for line in chosen.forecast.inputs:
         out.print(f"· {escape(line)}")
-
-
-FIRST_ROWS = ("speed", "time", "cost", "memory")
-OPTIONS = ("--steps, --tokens, --epochs or --hours", "--price")
-Rows = list[tuple[str, str]]
 
 
 def list_layout_properties(advice: Recommendation, ranked: RankedLayout, options: tuple[str, str] = OPTIONS) -> Rows:

@@ -156,25 +156,23 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     if full and began - last > STALE_SECONDS:  # a rank that runs cannot write either
         silence, ages = None, {}
     failed, stopped = _end_by_torchrun(ranks / FIRST)
+    first = next((rank for rank, one in failed.items() if one.is_own), None)
     facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,
                      starting=find_starting_ranks(states, alive), failed=failed, stopped=stopped,
-                     first=next(iter(failed), None), silence=silence, world=newest_state.world_size or None,
+                     first=first, silence=silence, world=newest_state.world_size or None,
                      now=now if is_running else newest_state.written or find_newest_call(traces))  # fmt: skip
     return facts, wrong + bad
 
 
 def _end_by_torchrun(path: Path) -> tuple[dict[int, run_record.FailedRank], str]:
-    """Return the rank that torchrun saw fail first, or the signal that torchrun received: "SIGTERM at 04:03:03 UTC".
-
-    A rank that was aborted or terminated because of another rank does not count.
-    """
+    """Return the rank that torchrun saw fail first, or the signal that torchrun received: "SIGTERM at 04:03:03 UTC"."""
     with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         end = plain.loads(bounded.read_text(path, MAX_STATE_BYTES))
         if "signal" in end:
             name = signal.Signals(int(end["signal"])).name
             return {}, f"{name} at {time.strftime('%H:%M:%S', time.gmtime(end['at']))} UTC"
         failed = run_record.FailedRank(int(end["rank"]), int(end["exit_code"]))
-        return {failed.rank: failed} if failed.is_own else {}, ""
+        return {failed.rank: failed}, ""
     return {}, ""
 
 

@@ -259,7 +259,10 @@ class Runs:
 
     def add(self, ledger: Ledger) -> None:
         """Add a part of a log to the latest run that it fits, or as a new run."""
-        run = self._run_of(ledger)
+        latest_first = self.ledgers[::-1]
+        same = (run for run in latest_first if run.marks.keys() & ledger.marks.keys())
+        fits = (run for run in latest_first if not run.contradicts(ledger) and not run.is_of_another_job(ledger))
+        run = next(same, None) or next(fits, None)
         if run is None and len(self.ledgers) < MAX_RUNS:
             self.ledgers.append(ledger)
         else:
@@ -270,9 +273,3 @@ class Runs:
         for ledger in other.ledgers:
             self.add(ledger)
         self.lines += other.lines
-
-    def _run_of(self, ledger: Ledger) -> Ledger | None:
-        latest_first = self.ledgers[::-1]
-        same = (run for run in latest_first if run.marks.keys() & ledger.marks.keys())
-        fits = (run for run in latest_first if not run.contradicts(ledger) and not run.is_of_another_job(ledger))
-        return next(same, None) or next(fits, None)

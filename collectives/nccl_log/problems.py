@@ -20,8 +20,7 @@ _KILLED = re.compile(r"died or was killed|(?<!killed by )SIGKILL|: -9\b")  # a t
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
 _NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
 _NO_CAUSE = ("time_limit_reached", "job_cancelled", "job_stopped", *list_codes("vague"), *list_codes("gdr"))
-_OFF_BY_DEFAULT = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
-_NO_GPU_NAMED = "the log names no GPU, so this conclusion rests on the direction alone, and no line contradicts it"
+_DEFAULTS = {f"NCCL_{name}_DISABLE={value}" for name in ("P2P", "SHM", "IB") for value in ("0", "")}
 
 # The most GPUs that one operating system was seen to have under NCCL (DGX-2, p2.16xlarge, HGX H20 of 16).
 MAX_GPUS_OF_A_NODE = 16
@@ -111,9 +110,9 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity == "fail"]
     outcome = "finished" if ledger.facts.finished else "unknown"
     outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
-    named = sorted({rank for problem in (*ranked, *findings.notes) for rank in problem.ranks})
-    places = ledger.hosts_of(Writer(rank=rank) for rank in named)
-    hosts = {rank: host for rank, host in zip(named, places, strict=True) if host}
+    placed = sorted(ledger.facts.rank_places.keys() | {rank for rank, _ in ledger.rank_hosts}) if ranked else []
+    places = ledger.hosts_of(Writer(rank=rank) for rank in placed)
+    hosts = {rank: host for rank, host in zip(placed, places, strict=True) if host}
     return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome, rank_hosts=hosts)
 
 
@@ -157,8 +156,8 @@ class _Findings:
         rows = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
         named = {"NCCL": facts.versions, "provider": facts.providers, "GPUDirect RDMA": (w for _, w in facts.gdr_words)}
         text = "\n".join((*rows, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
-        case = next((case for case in meaning.cases if re.search(case["seen"], text)), {})
-        return {"action": meaning.action} | {name: text for name, text in case.items() if name != "seen"}
+        case = next((case for case in meaning.cases if (match := re.search(case["seen"], text))), {})
+        return {"action": meaning.action} | {k: match.expand(v) for k, v in case.items() if match and k != "seen"}
 
     def add_code(self, code: str) -> None:
         """Add a code of messages, in the words of the provider that libfabric chose."""
@@ -235,8 +234,7 @@ class _Findings:
 
     def prove_variables(self, *variables: str) -> tuple[ProofLine, ...]:
         """Return a line of each host with these environment variables, "NAME" or "NAME=VALUE", and no default value."""
-        defaults = {f"{name}={value}" for name in _OFF_BY_DEFAULT for value in ("0", "")}
-        lines = [row for row in self.ledger.variable_lines.items() if row[0][0] not in defaults]
+        lines = [row for row in self.ledger.variable_lines.items() if row[0][0] not in _DEFAULTS]
         return tuple(row for name in variables for (setting, _), row in lines if name in (setting, row.proves))
 
     def _list_hosts_off(self) -> tuple[str, ...]:
@@ -258,7 +256,7 @@ class _Findings:
         others_work = self.inter.startswith("IB") and len(refused) >= self.ledger.host_count()
         fails = [code for code, row in self.problems.items() if row.severity == "fail" and self.ledger.attempts]
         mild = {code: self.ledger.outlived(code, before_nccl=True) for code in fails}  # of an attempt before the last
-        is_unsure = bool(self.inter and self._note_several()[1])
+        is_unsure = self.inter.startswith("NVLink") or bool(self.inter and self._note_several()[1])
         mild |= {"libibverbs_missing": is_unsure, "ibv_open_device_failed": others_work}
         for code in [code for code, holds in mild.items() if holds and code in self.problems]:
             self.problems[code] = replace(self.problems[code], severity="warn")
@@ -279,6 +277,9 @@ class _Findings:
             if code in self.problems and self.has_failure(code, *list_codes("gdr"), *["watchdog_timeout"] * early):
                 self.consequences.append(self.problems[code])
                 self.demote(code)
+        hung, waited = (self.problems.get(code) for code in ("watchdog_hung", "watchdog_timeout"))
+        if hung and waited and hung.ranks and {*hung.ranks} <= {*waited.ranks}:  # it hung as it aborted what timed out
+            self.demote("watchdog_hung")
         full = any("No space" in row.text for row in lines.get("shm_too_small", ()))
         if "shm_not_registered" in self.problems:  # one of the two explains the other
             self.problems.pop("shm_not_registered" if full else "shm_too_small", None)
@@ -315,17 +316,19 @@ class _Findings:
         if self.inter == "Socket":
             unsure, severity = self._note_several()
             self.add("socket_fallback", unsure, severity=severity, hosts=over_sockets)
-        one_node = facts.nodes == 1 or facts.all_on_one_host()
-        absent = facts.counts["no RDMA device"]
-        if absent and not one_node and self.inter in ("", "Socket", "unknown"):
-            self.add("no_ib_device", count=absent)
+        one_node = facts.nodes == 1 or facts.all_on_one_host() or (not self.inter and facts.ranks > 0)
+        if facts.counts["no RDMA device"] and not one_node and self.inter in ("", "Socket", "unknown"):
+            self.add("no_ib_device", count=facts.counts["no RDMA device"])
         networks = facts.networks.keys() | self.ledger.networks().keys()
         own = {*self._hosts_over("IB")} if "IB" in facts.networks else set()
         apart = own and any(own.isdisjoint(self._hosts_over(name)) for name in facts.networks if name[:5] == "IBext")
         if not one_node and (("Socket" in networks and len(networks) > 1) or apart):
             on = {name: sorted(self._hosts_over(name)) for name in sorted(networks)[:16]}
             detail = "; ".join(f"{name} on {', '.join(hosts[:4])}" if hosts else name for name, hosts in on.items())
-            self.add("mixed_networks", detail, hosts=over_sockets)
+            others = {host for name, hosts in on.items() if name != "Socket" for host in hosts}.difference(over_sockets)
+            twice = {*self.ledger.ranks_on(over_sockets)} & {*self.ledger.ranks_on(others)}  # not in one communicator
+            detail += ". Both have the same rank numbers, so they are of several jobs or groups of ranks" * bool(twice)
+            self.add("socket_fallback" if twice else "mixed_networks", detail, hosts=over_sockets)
         if self.inter and len(list_layers(self.ledger)) > 1:
             self.add("mixed_link_layers", ", ".join(self.evidence.hcas))
         self._find_interface()
@@ -414,7 +417,7 @@ class _Findings:
             detail += f"; {'; '.join(far[:3])}"
         severity = ""
         if code == "gdr_read_disabled_pre_ampere" and not evidence.gpus:
-            detail += f"; {_NO_GPU_NAMED}"
+            detail += "; the log names no GPU, so this rests on the direction alone, and no line contradicts it"
             severity = "warn"  # not proven: the name of the GPU decides
         elif code == "gdr_read_disabled_pre_ampere" and not gpus_before_ampere(evidence.gpus):
             detail += "; before 2.19 NCCL did so for every GPU without NVLink"

@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
@@ -61,7 +62,6 @@ _HEADERS = (_INFO, b"NCCL WARN ", b"NCCL ATTN ")
 # These messages are clear only with the name of their source file, which precedes the header.
 _WITH_FILE = (b"hip", b"Call to bind", b"Call to listen")
 _MAX_NAME_BYTES = 160  # "ip: 10.100.100.100", or "host : " and a name
-_BELOW = (b"The actor ", b"(local_rank: ", b" exitcode ")  # lines about the process that the line above names
 
 
 class LogFileError(ValueError):
@@ -77,8 +77,8 @@ class Unpacked:
         for magic, tool, command in _NOT_UNPACKED:
             if first.startswith(magic):
                 raise LogFileError(f"packed with {tool}, which is not read: unpack it with {command} FILE")
-        if _TEXTS["answer"].match(first):
-            self._file = io.BytesIO(_read_answer(self._file.read(MAX_ANSWER_BYTES)))
+        is_answer = _TEXTS["answer"].match(first)
+        self._lines = _read_answer(self._file.read(MAX_ANSWER_BYTES)) if is_answer else iter(())
         self._module = next((module for magic, module in _PACKED.items() if first.startswith(magic)), "")
         if self._module:
             self._file = importlib.import_module(self._module).open(self._file)
@@ -86,7 +86,7 @@ class Unpacked:
     def read(self, size: int = BLOCK_BYTES, /) -> bytes:
         """Return the next part; an empty one at the end. Raises LogFileError if the file is damaged."""
         if not self._module:
-            return bytes(self._file.read(size))
+            return b"".join(islice(self._lines, 4_096)) or bytes(self._file.read(size))
         import lzma
         import zlib
 
@@ -98,20 +98,19 @@ class Unpacked:
             raise LogFileError(f"a packed file that is damaged: {error}") from None
 
 
-def _read_answer(answer: bytes) -> bytes:
-    """Return the entries of Loki's answer, sorted by time, as `kubectl logs --prefix` prints them."""
+def _read_answer(answer: bytes) -> Iterator[bytes]:
+    """Yield the lines of Loki's answer, sorted by time, as `kubectl logs --prefix` prints them."""
     from contracts import plain
 
-    lines = io.BytesIO()  # not a list: one entry may be millions of lines
     try:
-        entries = [(int(time), str(stream["stream"].get("pod", "-"))[:253], text)
+        entries = [(int(time), str(stream["stream"].get("pod", "-"))[:253], text.rstrip())
                    for stream in plain.loads(answer)["data"]["result"]
                    for time, text, *_ in stream["values"]]  # fmt: skip
-        for _, pod, text in sorted(entries, key=itemgetter(0)):
-            lines.writelines(f"[pod/{pod}/-] {part}\n".encode() for part in text.splitlines() if part)
     except (plain.PlainError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise LogFileError(f"an answer of Loki that is cut or damaged, or larger than 64 MiB: {error}") from None
-    return lines.getvalue()
+    for _, pod, text in sorted(entries, key=itemgetter(0)):  # one entry may be millions of lines
+        parts = (part.rstrip() for part in io.StringIO(text, None) if part.strip())
+        yield from (f"[pod/{pod}/-] {part}\n".encode("utf-8", "replace") for part in parts)
 
 
 def holds_text(file: Path) -> bool:
@@ -251,8 +250,8 @@ class Reader:
         has_header = any(header in line for header in _HEADERS)
         self._tags_read = 0
         number, above, label = self._above
-        is_below = number == self.ledger.lines - 1 and any(word in line for word in _BELOW) and label == _label_of(line)
-        above = above if is_below else b""
+        is_near = number == self.ledger.lines - 1 or above.startswith(b"Name: ")
+        above = above if is_near and _TEXTS["below"].search(line) and label == _label_of(line) else b""
         writer = Writer() if has_header else _find_writer(above + line)
         if match := _TEXTS["raised"].search(line):
             self._raised.add(_label_of(line), match[1].decode())
@@ -291,7 +290,10 @@ class Reader:
             return
         if writer.process not in self._processes and len(self._processes) < MAX_SEEN:
             if self.ledger.count_transports():
-                self._begin_part(line)
+                self.runs.add(self.ledger)
+                self.ledger = Ledger(file=self.file, line=self.ledger.lines, text=line)
+                self._dull.clear()
+                self._writers.clear()  # so that the new part counts the hosts of its own lines
             self._processes.add(writer.process, None)
         if prefix not in self._writers:
             self.ledger.hosts.add(writer.host)
@@ -321,12 +323,6 @@ class Reader:
         self.ledger.facts.places.add(place, None)
         if state:
             self.ledger.facts.setups.add((place, state), None)
-
-    def _begin_part(self, line: bytes) -> None:
-        self.runs.add(self.ledger)
-        self.ledger = Ledger(file=self.file, line=self.ledger.lines, text=line)
-        self._dull.clear()
-        self._writers.clear()  # so that the new part counts the hosts of its own lines
 
     # --- channels
 

@@ -131,5 +131,5 @@ class Evidence:
     fabric: tuple[ProofLine, ...] = field(default=(), compare=False)
     missing_ranks: tuple[int, ...] = ()  # ranks of the largest communicator without a line
     hosts: int | None = None  # hosts that wrote lines of NCCL
-    rank_hosts: dict[int, str] = field(default_factory=dict)  # of ranks that problems and notes name
+    rank_hosts: dict[int, str] = field(default_factory=dict)  # of all ranks that a line places, if there are problems
     schema_version: int = SCHEMA_VERSION

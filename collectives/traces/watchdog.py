@@ -44,7 +44,7 @@ class LogFacts:
     clash: dict[int, Call] = field(default_factory=dict)  # calls that did not match (TORCH_DISTRIBUTED_DEBUG=DETAIL)
     hung: dict[int, str] = field(default_factory=dict)  # by rank: seconds without progress of its watchdog thread
     idle: dict[int, str] = field(default_factory=dict)  # of these, the ranks without an outstanding collective
-    late: dict[int, str] = field(default_factory=dict)  # by rank that missed a monitored barrier: its milliseconds
+    late: dict[int, str] = field(default_factory=dict)  # by rank that missed a barrier: milliseconds, if they are known
     lost: dict[int, str] = field(default_factory=dict)  # by rank: the host whose connection was closed
     joins: dict[str, Join] = field(default_factory=dict)  # by the barrier's key: groups that are being made
     models: dict[int, str] = field(default_factory=dict)  # by rank: its parameters, where DDP found them to differ
@@ -78,6 +78,7 @@ class _Reader:
         self.default: set[str] = set()
         self.stacks: dict[tuple[int, int], list[str]] = {}  # by rank and number of its call that timed out: frames
         self.stack: list[str] | None = None  # that is being read
+        self.absent: list[int] = []  # ranks that fr_trace misses in the call that it describes
         self.before: tuple[int, str, int] | None = None  # rank, group, own rank of the line before: a line may be torn
 
     def line(self, line: str) -> None:
@@ -122,6 +123,11 @@ class _Reader:
         """Read a line about ranks that wait for others at a barrier: one in the store, or a monitored one."""
         if missed := _TEXTS["barrier"].search(line):
             self.report.late.update({int(rank): missed[2] for rank in missed[1].split(",") if rank.strip().isdecimal()})
+        elif match := _TEXTS["absent"].search(line):
+            ranks = [int(rank) for rank in re.findall(r"\d{1,7}", match[2])]
+            if match[1] == "expected" and 2 * len(self.absent) < len(ranks) and not self.report.late:
+                self.report.late.update(dict.fromkeys(self.absent, ""))  # those of a later call may wait for these
+            self.absent = ranks if match[1] == "missing" else []
         elif match := _TEXTS["joins"].search(line):
             join = self.report.joins.setdefault(match[3], Join(world=int(match[4])))
             join.joined, join.over = max(join.joined, int(match[5])), join.over or match[1] == "Timed out"
@@ -286,14 +292,9 @@ class StackReader:
         elif (thread := _STACKS["py_spy"].match(text)) or _STACKS["fault"].match(text):
             self._end_thread()
             self.is_main = bool(thread and thread[1] == "MainThread")
-        elif frame := _STACKS["py_spy_frame"].match(text):
-            self._add(frame[2], frame[3], frame[1])
-        elif frame := _STACKS["fault_frame"].match(text):
-            self._add(*frame.groups())
-
-    def _add(self, file: str, line: str, function: str) -> None:
-        if len(self.frames) < MAX_FRAMES:
-            self.frames.append(f"{file.rpartition('/')[2]}:{line} {function}")
+        elif (frame := _STACKS["frame"].match(text)) and len(self.frames) < MAX_FRAMES:
+            file, number, function = frame[2] or frame[4], frame[3] or frame[5], frame[1] or frame[6]
+            self.frames.append(f"{file.rpartition('/')[2]}:{number} {function}")
 
     def _end_thread(self) -> None:
         # the main thread runs the module of the script; otherwise it is the last one that faulthandler lists

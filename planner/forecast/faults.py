@@ -50,12 +50,6 @@ class ClusterState:
 Slow = Callable[[ClusterState, str, Finding], None]
 
 
-def _is_about(finding: Finding, name: str, bus_id: str | None) -> bool:
-    """Whether a finding is about a device: "mlx5_3:1", "GPU2", "0000:a1:00.0"."""
-    subject = finding.subject.removeprefix("GPU ")
-    return subject in (name, bus_id) or subject.startswith(f"{name}:")
-
-
 # Transport -----------------------------------------------------------------------------------------------------------
 
 
@@ -108,9 +102,11 @@ def _use_memory(now: ClusterState, host: str, finding: Finding) -> None:  # noqa
 
 
 def _find_gpu(now: ClusterState, host: str, finding: Finding) -> Gpu | None:
+    """Return the GPU that a finding is about: "GPU2", "GPU 0000:a1:00.0"."""
     snapshot = now.hosts.get(host)
-    facts = snapshot.facts(GpuFacts) if snapshot else None
-    return next((g for g in facts.gpus if _is_about(finding, f"GPU{g.index}", g.bus_id)), None) if facts else None
+    facts, subject = snapshot.facts(GpuFacts) if snapshot else None, finding.subject.removeprefix("GPU ")
+    gpus = facts.gpus if facts else ()
+    return next((g for g in gpus if subject == g.bus_id or subject.partition(":")[0] == f"GPU{g.index}"), None)
 
 
 def _limit_clock(now: ClusterState, host: str, finding: Finding) -> None:

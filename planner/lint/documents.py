@@ -41,6 +41,7 @@ from planner.lint.script import (
 )
 from planner.lint.shell import expand, read_assignment, read_shell
 from planner.lint.values import VALUES
+from planner.nccl_env import is_read
 
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
@@ -157,8 +158,12 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
     return _name_form(branches[0], kind), scripts
 
 
-def _compare_replicas(scripts: Mapping[str, Script]) -> None:
-    """Add a finding for each variable that two groups of pods of a job must share, and do not."""
+def _compare_replicas(scripts: Mapping[str, Script], *, over_ssh: bool) -> None:
+    """Add a finding for each variable that pods of a job must share, and do not, or that no rank gets (`over_ssh`)."""
+    launched = {name for place, script in scripts.items() if " Launcher " in place for name in script.always}
+    for script in [each for place, each in scripts.items() if over_ssh and re.match(r"MPIJob/\S+ Worker ", place)]:
+        lost = [each for name, each in script.always.items() if is_read(name) and name not in launched]
+        script.findings += [finding("env.name.unexported/worker", each.name, each.raw) for each in lost]
     groups: dict[tuple[str, str], list[Script]] = {}
     for place, script in scripts.items():
         if match := pattern("replicas").match(place):
@@ -170,7 +175,8 @@ def _compare_replicas(scripts: Mapping[str, Script]) -> None:
             for script, name in itertools.product(groups[group], () if files else VALUES["names"]["same_on_all_ranks"]):
                 value, its = script.always.get(name, Assigned(name)).value, theirs.get(name, "")
                 # Two values are reported once. 0 is the default; the other pods of Volcano or a leader may have no rank
-                reports = group == first if its else value != "0" and group[0].startswith("PyTorchJob")
+                only_here = value != "0" and name != "NCCL_BUFFSIZE" and group[0].startswith("PyTorchJob")
+                reports = group == first if its else only_here
                 if value and value != its and OPEN not in value + its and reports:
                     effect = f"have {name}={its}" if its else "do not set it"
                     script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=effect))
@@ -202,7 +208,8 @@ class _Walk:
             titles[name := title(document)] += 1
             self._visit(document, f"{name} ({titles[name]})" if titles[name] > 1 else name, 0)
         self._take_configs()
-        _compare_replicas(self.found)
+        versions = {str(each.get("apiVersion")) for each in documents if isinstance(each, dict)}
+        _compare_replicas(self.found, over_ssh="kubeflow.org/v2beta1" in versions)  # version 1 of MPIJob uses exec
 
     def _take_configs(self) -> None:
         """Add the values of ConfigMaps and extended services to places; `env` and a later `envFrom` override them."""
@@ -353,10 +360,9 @@ class _Walk:
         if not pattern("script").search(text) or len(text) < 8:
             return
         line = getattr(text, "line", 0)
-        rows = [(at, row.strip().rstrip(";")) for at, row in enumerate(text.splitlines(), start=line)]
-        rows = [(at, row) for at, row in rows if row and row[0] != "#"]
-        if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=", row) for _, row in rows):
-            for number, row in rows:
+        rows = [row.strip().rstrip(";") for row in text.splitlines()]
+        if pattern("place").fullmatch(key) and all(re.match(r"[A-Za-z_]\w*=|#|\Z", row) for row in rows):
+            for number, row in enumerate(rows, start=line):
                 self._add(source, *row.partition("=")[::2], line and number)
             return
         if key.endswith((".py", ".conf", ".yaml", ".yml", ".json", ".toml", ".env")) or "os.environ" in text:
@@ -369,7 +375,7 @@ class _Walk:
     def _add(self, source: str, name: str, value: Any, line: int = 0) -> None:
         text = scalar(value)
         expanded = expand(text) if "$" in text else text
-        if re.search(r"\$\([A-Za-z_]", text):  # $(NAME) is replaced by Kubernetes with a variable of the container
+        if pattern("outside").search(text):
             expanded = OPEN
         raw = text.replace(OPEN, "{{...}}")
         self._at(source).set(Assigned(name=name, value=expanded, raw=raw, line=line or getattr(value, "line", 0)))
@@ -382,9 +388,7 @@ def scalar(value: Any) -> str:
     """Return the value as the string that a program gets in its environment."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if value in ("~", "null"):
-        return ""
-    return "" if value is None or isinstance(value, dict | list) else str(value)
+    return "" if isinstance(value, dict | list) or value in (None, "~", "null") else str(value)
 
 
 def title(document: Any) -> str:

@@ -104,9 +104,6 @@ def _read_word(command: Sequence[Word], index: int) -> Iterator[Assigned | Inner
         for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", text):
             if match := pattern("dotted").match(part):
                 yield Assigned(match[1], part[match.end() :].strip("\"'").replace("\\,", ","), raw, line)
-    elif before[:1] == "-" and "=" in text and NAMED.fullmatch(text.partition("=")[0]):
-        name, _, value = text.partition("=")
-        yield Assigned(name, value, raw.partition("=")[2], line)
     elif name_of(command[0]) in _NAMES["remote"] and re.search(r"\s", text):
         yield Inner(text, "bash", line)
     elif NAMED.search(text):

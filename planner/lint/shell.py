@@ -44,6 +44,7 @@ from planner.lint.script import (
     is_judged,
     pattern,
 )
+from planner.nccl_env import is_read
 
 _MAX_COMMANDS = 20_000  # limit of followed commands; each loop iteration, way and function call counts
 _MAX_ROUNDS = 64  # iterations of one loop
@@ -51,6 +52,7 @@ _MAX_LAUNCHES = 1000  # launches or ways with different settings
 
 _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
 _SCHEDULED = re.compile(rb"(?m)^\s*#(?:SBATCH|PBS|BSUB|FLUX:)\s")  # its daemons start ranks with all variables
+_EXPORTS_PAIR = re.compile(rb"\bexport[ \t]+[\"']?\$\{?\w+\}?[\"']?=")  # name and value are arguments of the function
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
@@ -472,10 +474,6 @@ class _Reader(Expander):
         if not exported and not assigned.unset and NEXT_ITEM not in assigned.value:
             self.script.loose[assigned.name] = assigned
 
-    def _export(self, name: str, line: int) -> None:
-        """Follow `export NAME`. An unknown variable gets its value from the environment, so the value is OPEN."""
-        self.set(self.scope.variables.get(name, Assigned(name, OPEN, f"${name}", line)), exported=True)
-
     def _follow_declaration(self, node: Node) -> None:
         """Follow export, declare, typeset, local, readonly or unset. bash expands all words before it assigns."""
         keyword, line = self.text(node.children[0]), self.line(node)
@@ -483,9 +481,6 @@ class _Reader(Expander):
         for child in node.named_children:
             if child.type == "variable_assignment":
                 assigned.append(self.evaluate(child))
-                continue
-            if child.type == "ERROR":
-                self._report_syntax(child)
                 continue
             for word in self.words(child):
                 name, equals, value = word.text.partition("=")
@@ -506,7 +501,8 @@ class _Reader(Expander):
             elif not each.unset:
                 self.set(each, exported=True if exports else None)
             elif exports:
-                self._export(each.name, line)
+                unknown = Assigned(each.name, OPEN, f"${each.name}", line)  # its value comes from the environment
+                self.set(self.scope.variables.get(each.name, unknown), exported=True)
 
     # -- commands
 
@@ -570,11 +566,15 @@ class _Reader(Expander):
 
     def _call(self, command: list[Word], line: int) -> None:
         """Follow the call of a function. Its arguments may be a command that it runs. Recursion is not followed."""
+        body, source, first = self.scope.functions[command[0].text]
+        self._called.add(command[0].text)
+        exports_pair = _EXPORTS_PAIR.search(source, body.start_byte, min(body.end_byte, body.start_byte + 1000))
+        if exports_pair and len(command) == 3 and NAME.match(command[1].text):
+            self.set(Assigned(command[1].text, command[2].text, command[2].raw, line), exported=True)
+            return
         if any(NAMED.search(word.text) for word in command[1:]):
             with self.during(scope=self.scope.copy()):
                 self._start([Word("env", "env"), *command[1:]], 0, line)
-        body, source, first = self.scope.functions[command[0].text]
-        self._called.add(command[0].text)
         active = (*self._active, command[0].text)
         arguments = [each.text for each in command[1:]]
         with self.during(source=source, first=first, loops=0, _active=active, _hidden={}, _arguments=arguments):
@@ -591,7 +591,7 @@ class _Reader(Expander):
             command = f"srun --export=NONE {command}"
         is_remote = pattern("mpirun_to_hosts").match(command) and not _SCHEDULED.search(self.source)
         for name, each in self.scope.variables.items() if is_remote else ():
-            if each.exported and not each.unset and pattern("own").match(name) and name not in command:
+            if each.exported and not each.unset and is_read(name) and name not in command:
                 note = finding("env.name.unexported/mpirun", name, each.value.replace(OPEN, "..."))
                 self.script.findings += [] if note in self.script.findings else [note]
         for name in list_removed(command, self.scope.variables):

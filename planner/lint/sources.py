@@ -65,8 +65,6 @@ def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
     communication are returned, because others may contain secrets.
     """
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    if kind is not None and kind not in FORMS:
-        raise EnvironmentTextError(f"kind {kind!r}: must be one of {', '.join(KINDS)}")
     named_kind, other = (kind, kind) if kind else (guess_kind(text, name), guess_kind(text))
     for each in (named_kind, other) if named_kind != other else ():  # a name may mislead
         with contextlib.suppress(EnvironmentTextError):
@@ -266,9 +264,7 @@ def guess_kind(text: str, name: str = "") -> str:
     if re.match(r"[A-Za-z_][^\s\0=]*=[^\0]*\0", text):  # /proc/PID/environ; another file with a NUL is binary
         return "process"
     by_name = _first(_PATTERNS["by_name"], name)
-    if by_name == "env" and text.startswith("#!"):
-        return "shell"
-    if by_name and (by_name != "json" or text.lstrip().startswith(("{", "["))):
+    if by_name and (by_name, text[:2]) != ("env", "#!") and (by_name != "json" or text.lstrip().startswith(("{", "["))):
         return by_name
     if kind := _first(_PATTERNS["surely"], text):
         return kind

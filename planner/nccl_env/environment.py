@@ -34,7 +34,7 @@ from planner.nccl_env.situation import (
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.limits.probe import LimitsFacts
-from probes.pci.facts import PciFacts
+from probes.pci.facts import UNSUPPORTED, PciFacts
 
 
 class RenderError(ValueError):
@@ -71,16 +71,17 @@ def unread(case: Situation) -> Note | None:
     return note("gpu.unread", failed) if failed else None
 
 
-def note_amd(case: Situation) -> Note | None:
-    """Report AMD GPUs, which are not checked: for RCCL, NCCL's variables have another meaning or none."""
-    if not case.amd:
+def note_unsupported(case: Situation) -> Note | None:
+    """Report AMD GPUs and Gaudi: for RCCL and HCCL, NCCL's variables have another meaning or none."""
+    if not case.unsupported:
         return None
-    hosts = [(node.hostname, gpus) for node in case.nodes if (gpus := node.amd_gpus())]
-    evidence = by_host((host, f"{len(gpus)} AMD GPUs ({gpus[0]})") for host, gpus in hosts)
+    kind = UNSUPPORTED[case.backend]
+    gpus = {node.hostname: node.unsupported_gpus() for node in case.nodes}
+    evidence = by_host((host, f"{len(places)} {kind} ({places[0]})") for host, places in gpus.items() if places)
     how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
     platform = next((row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd), "")
-    extra = ["rccl.published"] if platform else []
-    return note("rccl.not_judged", evidence, *extra, how=how, platform=platform)
+    fields = {"how": how, "platform": platform, "gpus": kind, "library": case.backend.upper()}
+    return note("rccl.not_judged", evidence, *["rccl.published"] * bool(platform), **fields)
 
 
 def vendor_script(case: Situation) -> Note | None:
@@ -219,7 +220,7 @@ def omp_threads(case: Situation) -> Setting | None:
 
     One thread is enough for a rank that computes on a GPU. What offloading gains from more, the forecast says.
     """
-    counts = [found for node in case.nodes if not case.amd and (found := _count_threads(case, node))]
+    counts = [found for node in case.nodes if not case.unsupported and (found := _count_threads(case, node))]
     if not counts:
         return None
     threads, ranks, quota, evidence = min(counts, key=lambda count: count[0])
@@ -320,7 +321,7 @@ def _need_roce(node: NodeView) -> Iterator[Setting]:
         yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *extra)
 
 
-_FIRST = (unread, note_amd, devices.gloo_socket_ifname)
+_FIRST = (unread, note_unsupported, devices.gloo_socket_ifname)
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
     vendor_script, published_values, unknown_platform, devices.socket_ifname, rdma.ib_hca,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,

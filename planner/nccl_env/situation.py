@@ -20,7 +20,7 @@ from probes.api import F, Failed, Snapshot
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import Interface, InterfacesFacts
-from probes.pci.facts import PciFacts, is_cassini, list_amd_gpus
+from probes.pci.facts import HABANA, PciFacts, is_cassini, list_other_gpus
 from probes.rdma.facts import Gid, RdmaDevice, RdmaFacts, RdmaPort
 from topology.graph import ClusterTopology, NicNode, NodeTopology, PathClass
 
@@ -83,10 +83,10 @@ class NodeView:
             return tuple(gpu.name for gpu in facts.gpus if gpu.name)
         return tuple(gpu.model for gpu in self.topology.gpus if gpu.model) if self.topology else ()
 
-    def amd_gpus(self) -> tuple[str, ...]:
-        """Return bus ids of AMD GPUs, by PCI class and vendor, without the CPU's graphics next to NVIDIA GPUs."""
+    def unsupported_gpus(self) -> tuple[str, ...]:
+        """Return bus ids of AMD GPUs and Gaudi accelerators, without the CPU's graphics next to NVIDIA GPUs."""
         facts = self.facts(PciFacts)
-        return tuple(device.bus_id for device in list_amd_gpus(facts)) if facts is not None else self.amd_of_catalogue()
+        return tuple(gpu.bus_id for gpu in list_other_gpus(facts)) if facts is not None else self.amd_of_catalogue()
 
     def amd_of_catalogue(self) -> tuple[str, ...]:
         """Return the names of AMD GPUs in the topology; they can only come from the catalogue."""
@@ -160,7 +160,7 @@ def recognise(node: NodeView) -> Platform | None:
         sku = node.topology.sku if node.topology and not node.snapshot else None
         return next((row for row in platforms() if sku in row.catalogue), None)
     cloud, names = find_cloud(info), " ".join(node.gpu_names())
-    there, is_amd = count_fabrics(node), bool(node.amd_gpus() and not node.gpu_count())
+    there, is_amd = count_fabrics(node), bool(node.unsupported_gpus() and not node.gpu_count())
     for row in platforms():
         conditions = (
             row.recognised and row.cloud in (None, cloud[0] if cloud else None),
@@ -299,13 +299,13 @@ class Situation:
     @property
     def gpus(self) -> int:
         """Number of GPUs on all nodes."""
-        return max(sum(node.gpu_count() for node in self.nodes), 0 if self.amd else self.cluster.world_size)
+        return max(sum(node.gpu_count() for node in self.nodes), 0 if self.unsupported else self.cluster.world_size)
 
     @property
-    def amd(self) -> bool:
-        """Whether the GPUs are from AMD, which RCCL supports."""
+    def unsupported(self) -> bool:
+        """Whether the GPUs are from AMD, which RCCL supports, or Gaudi accelerators, which HCCL supports."""
         return not any(node.gpu_count() for node in self.nodes if node.snapshot) and any(
-            node.amd_gpus() for node in self.nodes
+            node.unsupported_gpus() for node in self.nodes
         )
 
     @property
@@ -315,9 +315,10 @@ class Situation:
 
     @property
     def backend(self) -> str:
-        """Collective library: "nccl", "rccl" (not checked), or "gloo" without GPUs."""
-        if self.amd:
-            return "rccl"
+        """Collective library: "nccl", "rccl" and "hccl" (not checked), or "gloo" without GPUs."""
+        if self.unsupported:
+            gpus = (gpu for node in self.nodes if (facts := node.facts(PciFacts)) for gpu in list_other_gpus(facts))
+            return "hccl" if any(gpu.vendor_id == HABANA for gpu in gpus) else "rccl"
         return "nccl" if self.gpus or self.unread("gpu") else "gloo"
 
     def unread_nodes(self, kind: type[object]) -> tuple[str, ...]:
@@ -349,7 +350,7 @@ class Situation:
 
     def ranks_on(self, node: NodeView) -> int:
         """Return the number of ranks on this node; without GPUs two, the minimum for a collective."""
-        return self.ranks_per_node or node.gpu_count() or len(node.amd_gpus()) or 2
+        return self.ranks_per_node or node.gpu_count() or len(node.unsupported_gpus()) or 2
 
     @property
     def one_node(self) -> bool:
@@ -373,18 +374,15 @@ def make_situation(
     nodes = tuple(_list_nodes(snapshots, cluster))
     if multi_node is None and max(len(nodes), len(cluster.nodes)) > 1:
         multi_node = True
-    if multi_node is not False and cluster.inter_node_transport == "tcp" and any(_offers_rdma(node) for node in nodes):
+    offers_rdma = any(  # NCCL, or its EFA plugin, would use RDMA by default
+        node.efa_count() or node.default_ports() if node.snapshot else any(nic.kind in RDMA_KINDS for nic in node.nics)
+        for node in nodes
+    )
+    if multi_node is not False and cluster.inter_node_transport == "tcp" and offers_rdma:
         nodes = tuple(replace(node, sockets=True) for node in nodes)
     return Situation(
         nodes=nodes, cluster=cluster, nccl_version=nccl_version, multi_node=multi_node, ranks_per_node=ranks_per_node
     )
-
-
-def _offers_rdma(node: NodeView) -> bool:
-    """Whether NCCL, or its EFA plugin, would use RDMA on this node by default."""
-    if node.snapshot:
-        return bool(node.efa_count() or node.default_ports())
-    return any(nic.kind in RDMA_KINDS for nic in node.nics)
 
 
 def _list_nodes(snapshots: Sequence[Snapshot], cluster: ClusterTopology) -> Iterator[NodeView]:

@@ -368,6 +368,8 @@ class RunFacts:
     def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
         """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
         row = _WORDS["cause"][key]
+        if row["code"] == "rank.behind":  # their hosts may be at fault
+            fields["nodes"] = tuple(sorted({host for rank in fields["ranks"] if (host := self.host(rank))}))
         verdict = self.verdict(state or row.get("state", "failed"), make_cause(key, **fields), waiting=waiting)
         return replace(verdict, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else verdict
 
@@ -385,10 +387,10 @@ class RunFacts:
         kind = activity.kind
         if kind == "gone" and error:
             kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
-        elif kind == "gone" and state and state.ended:
-            kind = "left"
         elif row and 0 < (row.exit_code or 0) < 128:  # no signal ended it, nor its child if it is a shell
             kind = "exited"
+        elif kind == "gone" and state and state.ended:
+            kind = "left"
         action = ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")

@@ -140,8 +140,7 @@ def judge_rendezvous(facts: RunFacts) -> Verdict | None:
         port = "".join(f"port {number}" for number in met["taken"]) or "the port"
         return facts.named("taken", port=port, evidence=evidence)
     if joined < world:
-        which = "rank" if world - joined == 1 else "ranks"
-        return facts.named("too_few", joined=joined, world=world, which=which, evidence=evidence)
+        return facts.named("too_few", joined=joined, world=world, evidence=evidence)
     if "unreached" in met:
         host, port = met["unreached"]
         if host in ("0.0.0.0", "::", "localhost") or host.startswith("127."):  # noqa: S104 - compared, not bound
@@ -164,9 +163,8 @@ def judge_joins(facts: RunFacts) -> Verdict | None:
     waiting = tuple(sorted(join.ranks))
     missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
     if len(missing) == join.world - join.joined:  # each rank that has joined reports this
-        cause = replace(facts.cause_of(missing[0], Activity("unknown", "")), ranks=missing, nodes=(),
-                        message=f"{ranks_of(missing)} did not join the process group; {count}")  # fmt: skip
-        return facts.verdict(state, cause, waiting=waiting)
+        text = f"did not join the process group; {count}"
+        return facts.named("missed", state=state, who=ranks_of(missing), text=text, ranks=missing, waiting=waiting)
     return facts.named("not_joined", state=state, waiting=waiting, count=count)
 
 
@@ -174,10 +172,10 @@ def judge_errors(facts: RunFacts) -> Verdict | None:
     """Use errors in the log: a barrier that names the missing ranks, else exceptions of the ranks themselves."""
     if facts.log.late:
         ranks = tuple(sorted(facts.log.late))
-        seconds = int(facts.log.late[ranks[0]]) / 1000
-        message = f"{ranks_of(ranks)} did not come to the barrier within {seconds:g} s"
-        cause = facts.cause_of(ranks[0], Activity("unknown", ""), "monitored barrier")
-        return facts.verdict("failed", replace(cause, message=message, ranks=ranks, nodes=()))
+        limit = facts.log.late[ranks[0]]
+        text = f"did not come to the barrier within {int(limit) / 1000:g} s" if limit else (
+            "did not come to a collective that the other ranks have called")  # fmt: skip
+        return facts.named("missed", state="failed" if limit else "stuck", who=ranks_of(ranks), text=text, ranks=ranks)
     raised = {rank: error for rank, error in facts.log.errors.items() if is_own(error)}
     if not raised or facts.states or (facts.first is not None and facts.first not in facts.log.errors):
         return None
@@ -307,8 +305,9 @@ def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
     errors = tuple(f"rank {rank}: {facts.states[rank].error}"[:200] for rank in ranks if facts.states[rank].error)
     silent = [rank for rank in ranks if not facts.states[rank].ended]
     if not errors:
-        verb = "has" if len(silent) == 1 else "have"
-        return facts.named("all_silent", who=ranks_of(silent), verb=verb, age=age)
+        if aborted := [rank for rank, row in facts.failed.items() if row.signal == "SIGABRT"]:
+            return facts.named("aborted", who=f"rank {aborted[0]}")
+        return facts.named("all_silent", who=ranks_of(silent), age=age)
     todo = f"Read the logs of {ranks_of(silent)}: one of them ended first." if silent else ""
     key = "all_lost" if len(ranks) == len(facts.states) else "some_lost"
     return facts.named(key, who=ranks_of(ranks), todo=todo, age=age, evidence=errors[:4])
@@ -334,13 +333,12 @@ def judge_end(facts: RunFacts) -> Verdict | None:
 
     If no rank has written for a while, and none is known to run, it ended without a message.
     """
-    who = ranks_of(sorted(facts.states))
     if facts.is_over:
         return Verdict(state="fine", line=f"the run has ended: {len(facts.states)} ranks have ended by themselves")
     if facts.end_from_outside == "unknown":
-        return facts.named("all_silent", who=who, verb="have", age="; they ended together")
+        return _all_ended(sorted(facts.states), facts, "; they ended together")
     if facts.end_from_outside:
-        return facts.named("stopped", who=who, signal=facts.end_from_outside)
+        return facts.named("stopped", who=ranks_of(sorted(facts.states)), signal=facts.end_from_outside)
     if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
         return None
     age = f"; the last heartbeat is {timedelta(seconds=round(facts.silence))} old"

@@ -155,12 +155,9 @@ def _check_recovery(gpu: Gpu) -> Iterator[Finding]:
 # Memory -------------------------------------------------------------------------------------------------------------
 
 
-def _check_remapping(gpu: Gpu) -> Iterator[Finding]:
+def _check_ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.remapping_failed or (gpu.remapped_rows_uncorrectable or 0) > MAX_REMAPPED_ROWS:
         yield finding("gpu.memory.remap_failed", gpu)
-
-
-def _check_ecc(gpu: Gpu) -> Iterator[Finding]:
     if gpu.sram_threshold_exceeded or gpu.sram_uncorrected:
         yield finding("gpu.ecc.sram" + " threshold" * bool(gpu.sram_threshold_exceeded), gpu)
     if gpu.ecc_uncorrected_lifetime or gpu.sram_uncorrected_lifetime:
@@ -327,5 +324,5 @@ def unjudged(facts: GpuFacts) -> dict[str, str]:
 
 RULES: tuple[Rule, ...] = (
     _check_pcie, _check_nvlink_errors, _check_c2c, _check_fabric, _check_mig, _check_recovery, _check_facts,
-    _check_remapping, _check_ecc, _check_held_memory, _check_heat, _check_clocks, _check_power, _check_xids,
+    _check_ecc, _check_held_memory, _check_heat, _check_clocks, _check_power, _check_xids,
 )  # fmt: skip

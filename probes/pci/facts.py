@@ -82,7 +82,8 @@ def is_network(class_code: int) -> bool:
     return class_code >> 16 == 0x02
 
 
-AMD = 0x1002
+AMD, HABANA = 0x1002, 0x1DA3
+UNSUPPORTED = {"rccl": "AMD GPUs", "hccl": "Gaudi accelerators"}  # by collective library
 CRAY = 0x17DB
 _VGA = 0x0300
 _STUBS = {"pci-stub", "pciback", "xen-pciback"}
@@ -99,8 +100,8 @@ def list_nvidia_gpus(facts: PciFacts) -> list[PciDevice]:
     return [d for d in facts.devices if is_gpu(d.class_code) and d.vendor_id == NVIDIA]
 
 
-def list_amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
-    """Return AMD GPUs by class and vendor: accelerators (12 00), 3D and other display controllers (03 02, 03 80).
+def list_other_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
+    """Return AMD GPUs and Gaudi, by class and vendor: accelerators (12 00), 3D and display controllers (03 02, 03 80).
 
     A VGA controller (03 00) counts only without NVIDIA GPUs: next to one, it is the CPU's integrated graphics.
     """
@@ -109,7 +110,7 @@ def list_amd_gpus(facts: PciFacts) -> tuple[PciDevice, ...]:
         device
         for device in facts.devices
         if is_gpu(device.class_code)
-        and device.vendor_id == AMD
+        and device.vendor_id in (AMD, HABANA)
         and not is_passed_through(device.driver)
         and (device.class_code >> 8 != _VGA or (not nvidia and device.driver == "amdgpu"))
     )

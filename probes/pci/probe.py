@@ -18,7 +18,9 @@ from probes.api import Sample, finding, probe_of, sample_facts
 from probes.pci.facts import (
     AMD,
     DEVICES,
+    HABANA,
     SOURCE,
+    UNSUPPORTED,
     PciDevice,
     PciFacts,
     ancestors,
@@ -26,8 +28,8 @@ from probes.pci.facts import (
     is_gpu,
     is_network,
     is_passed_through,
-    list_amd_gpus,
     list_nvidia_gpus,
+    list_other_gpus,
 )
 
 MAX_EVIDENCE = 16
@@ -97,12 +99,14 @@ def check(facts: PciFacts) -> Iterator[Finding]:
     if facts.hypervisor is None:
         yield from _check_acs(facts)
         yield from _check_iommu(facts)
-    if gpus := list_amd_gpus(facts):  # visible on the bus; no probe reads AMD GPUs
+    if gpus := list_other_gpus(facts):
         evidence = tuple(
             f"{DEVICES}/{d.bus_id}: class 0x{d.class_code:06x}, vendor 0x{d.vendor_id:04x}, driver {d.driver}"
             for d in gpus[:MAX_EVIDENCE]
         )
-        yield finding(TEXTS, "pci.gpu.unsupported", Status.UNKNOWN, "", evidence, count=len(gpus))
+        library = "hccl" if gpus[0].vendor_id == HABANA else "rccl"
+        fields = {"count": len(gpus), "gpus": UNSUPPORTED[library], "library": library.upper()}
+        yield finding(TEXTS, "pci.gpu.unsupported", Status.UNKNOWN, "", evidence, **fields)
     yield from _check_rdma(facts)
     yield from _check_peermem(facts)
     yield from _check_virtual_tree(facts)

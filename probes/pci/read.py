@@ -108,12 +108,9 @@ def _with_config(host: Host, devices: list[PciDevice]) -> tuple[PciDevice, ...]:
     for device in devices:
         if device.bus_id in needed:
             needed |= set(ancestors(parents, device.bus_id))
-    return tuple(_read_config(host, device) if device.bus_id in needed else device for device in devices)
-
-
-def _read_config(host: Host, device: PciDevice) -> PciDevice:
-    config = sysfs.attempt(host.read_bytes, f"{DEVICES}/{device.bus_id}/config", CONFIG_BYTES)
-    return device if config is None else replace(device, **parse_config(config))
+    places = [f"{DEVICES}/{device.bus_id}/config" if device.bus_id in needed else None for device in devices]
+    configs = [sysfs.attempt(host.read_bytes, place, CONFIG_BYTES) if place else None for place in places]
+    return tuple(replace(d, **parse_config(c)) if c is not None else d for d, c in zip(devices, configs, strict=True))
 
 
 def _parse_transfers(value: str | None) -> float | None:

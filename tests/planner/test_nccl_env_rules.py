@@ -162,14 +162,17 @@ def test_host_without_gpus_gets_gloo() -> None:
     assert "GLOO_SOCKET_IFNAME" not in values(advise(host(gpus=0, rdma=None, interfaces=[loopback])))
 
 
-@each_row("class_code", [0x120000, 0x038000])
-def test_amd_gpus_are_seen_and_not_judged(class_code: int) -> None:
-    """No gloo, no threads for ranks on the CPU: the GPUs are AMD's."""
-    gpus = [pci(f"0000:{i + 1:02x}:00.0", class_code, 0x1002, driver="amdgpu") for i in range(8)]
+@each_row(
+    ("class_code", "vendor", "library"),
+    [(0x120000, 0x1002, "RCCL"), (0x038000, 0x1002, "RCCL"), (0x120000, 0x1DA3, "HCCL")],
+)
+def test_gpus_of_amd_and_gaudi_are_seen_and_not_judged(class_code: int, vendor: int, library: str) -> None:
+    """No gloo, no threads for ranks on the CPU: the host has accelerators, which are not NVIDIA's."""
+    gpus = [pci(f"0000:{i + 1:02x}:00.0", class_code, vendor, driver="amdgpu") for i in range(8)]
     advice = advise(host(gpus=0, rdma=[port(f"mlx5_{i}", **ROCE) for i in range(8)], bus=gpus,
                          interfaces=[interface("eth0", "host")]))  # fmt: skip
-    assert (advice.backend, advice.settings) == ("rccl", ())
-    assert "RCCL is not supported yet" in note(advice, "RCCL")
+    assert (advice.backend, advice.settings) == (library.lower(), ())
+    assert f"{library} is not supported yet" in note(advice, "RCCL")
     assert "CPU" not in str(advice.notes)
 
 

@@ -226,6 +226,14 @@ def test_hidden_ends_count_only_where_p2p_over_nvlink_works(status, count):
     assert links_of(*gpus, pairs=(GpuPair(a=0, b=1, p2p_nvlink=status),)).between(0, 1)[0] == count
 
 
+def test_a_lost_gpu_takes_no_share_of_hidden_links():
+    """Links of the other GPUs still end at the switch; an even share would accuse all of them of missing links."""
+    gpus = [gpu(i, link(0, None), link(1, None)) for i in range(3)]
+    pairs = [GpuPair(a=a, b=b, p2p_nvlink="ok") for a, b in combinations(range(3), 2)]
+    lost = replace(gpu(3), error="GPU_IS_LOST")
+    assert links_of(*gpus, lost, pairs=tuple(pairs)).between(0, 1)[0] == 2
+
+
 def test_every_machine_has_labels_that_exist():
     for row in machines():
         assert row.basis in ("seen", "stated")

@@ -328,6 +328,24 @@ def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, m
         assert judge(facts).state == ("fine" if rest else "failed")
 
 
+def test_a_rank_that_torchrun_saw_abort_may_have_only_waited(tmp_path: Path) -> None:
+    write_states(tmp_path, *(RankState(rank=rank, world_size=2, written=time.time() - 400) for rank in (0, 1)))
+    (tmp_path / RANKS_FOLDER / rank_monitor.FIRST).write_text('{"rank": 1, "exit_code": -6}')
+    verdict = judge(replace(ranks.read_run(tmp_path, ranks.Heartbeats())[0], silence=400.0))
+    assert (verdict.state, verdict.ranks) == ("failed", ())
+    assert verdict.line.startswith("failed: rank 1 was aborted (SIGABRT)")
+
+
+def test_a_rank_that_ended_with_an_exit_code_is_not_told_of_fewer_batches(tmp_path: Path) -> None:
+    """A program that ends by sys.exit("text") leaves no exception."""
+    waits = RankState(rank=0, world_size=2, written=time.time(), phase="collective", since=time.time() - 30)
+    write_states(tmp_path, waits, RankState(rank=1, world_size=2, written=time.time() - 30, ended=True))
+    (tmp_path / RANKS_FOLDER / rank_monitor.FIRST).write_text('{"rank": 1, "exit_code": 1}')
+    verdict = judge(ranks.read_run(tmp_path, ranks.Heartbeats())[0])
+    assert (verdict.state, verdict.ranks) == ("failed", (1,))
+    assert "with an error" in verdict.causes[0].action
+
+
 def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     """Rank 0 of three starts. The earlier start had more ranks; rank 2 of this one has written."""
     folder = tmp_path / RANKS_FOLDER
