@@ -103,14 +103,17 @@ def find_missing_devices(baseline: Baseline, snapshots: Sequence[Snapshot]) -> t
     findings = []
     for node, facts in now.items():
         before = baseline.buses.get(alias.get(node, node))
+        models = [{gpu.device_id for gpu in pci_probe.list_gpus(bus)} for bus in (before, facts) if bus]
+        if len(models) == 2 and all(models) and models[0].isdisjoint(models[1]):
+            findings.append(make_finding(f"{EXPECT_CODES[0]} model", node, subject="gpus"))
+            continue
         for key, noun, list_devices in (("gpus", "GPU", pci_probe.list_gpus), ("hcas", "HCA", pci_probe.list_hcas)):
             earlier = {device.bus_id for device in list_devices(before)} if before else set()
             have = {device.bus_id for device in list_devices(facts)}
             if len(have) < len(earlier):
-                lost = ", ".join(sorted(earlier - have))
                 findings.append(make_finding(
                     f"{EXPECT_CODES[0]} gone", node, subject=f"{key}={len(earlier)}", have=len(have), had=len(earlier),
-                    words=f"{noun}{'' if len(have) == 1 else 's'}", one=noun, lost=lost,
+                    words=f"{noun}{'' if len(have) == 1 else 's'}", one=noun, lost=", ".join(sorted(earlier - have)),
                 ))  # fmt: skip
     return tuple(findings)
 

@@ -64,12 +64,10 @@ def bundle(
         return
     write_result(Path(target), content, 0o600)
     failed = [name for name, files in hosts.items() if "error.txt" in files]
-    failures = f"; no answer from {', '.join(failed)}" if failed else ""
-    written = f"{len(content)} bytes from {units.count(len(hosts), 'host')}"
-    print_text(f"{target}: {written}{failures}. Check the contents before you send it.", err=True)
+    written = f"{len(content)} bytes from {units.count(len(hosts.keys() - {'cluster', *failed}), 'host')}"
+    print_text(f"{target}: {written}{units.some(failed, '; no answer from ')}. Read it before you send it.", err=True)
     if set(hosts) == {"cluster"}:
-        reasons = "daemonsets.json and events.json show the reason"
-        print_text(f"no agent's pod runs in the namespace {namespace}; {reasons}", err=True)
+        print_text(f"no agent's pod runs in the namespace {namespace}; see daemonsets.json and events.json", err=True)
 
 
 def collect_host(snapshot: Snapshot, recording: dict[str, Any], *, state: Path) -> Files:

@@ -124,8 +124,8 @@ def _read_kubeconfig(configuration: Configuration, paths: str, context: str | No
         raise FileNotFoundError("No such file or directory")
     currents = (config.get("current-context") for config in merged.config_files.values())
     name = context or next(filter(None, currents), None)
-    if merged.config["contexts"].get_with_name(name, safe=True) is None:
-        raise AccessError(f"{paths}: no context named {name!r}")
+    if name not in (contexts := [each["name"] for each in merged.config["contexts"].value]):
+        raise AccessError(f"{paths}: no context named {name!r}; there are: {', '.join(contexts) or 'none'}")
     loader = KubeConfigLoader(merged.config, active_context=name, config_base_path=None)
     loader.load_and_set(configuration)
     active = loader.current_context["context"]

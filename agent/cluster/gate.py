@@ -13,8 +13,10 @@ from agent.checks.verdict import GateError
 from agent.cluster.client import Client, Json, make_path
 from agent.cluster.nodes import Fleet, NodeRecord
 from contracts.finding import Finding, Status
+from contracts.host_list import name_in_slurm
 
 _SILENT, _VERDICT, _UNREADY, _CORDONED = CLUSTER_CODES
+_REMOVED = {"ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "karpenter.sh/disruption"}  # keys of taints
 
 
 def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> dict[str, list[Finding]]:
@@ -29,12 +31,14 @@ def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> 
 
 
 def _check_node_object(item: Json) -> list[Finding]:
-    """Return whether the node is Ready and cordoned. A node that has just joined has no condition Ready: unknown."""
+    """Check whether the node is Ready, cordoned or leaving. A node that has just joined has no condition Ready."""
     name, conditions = item["metadata"]["name"], (item.get("status") or {}).get("conditions") or ()
     ready: Json = next((condition for condition in conditions if condition.get("type") == "Ready"), {})
     bad = {_UNREADY: ready["status"] != "True"} if ready else {}
     why = ": ".join(filter(None, (ready.get("reason"), ready.get("message"))))
-    bad[_CORDONED] = bool((item.get("spec") or {}).get("unschedulable"))
+    spec, is_leaving = item.get("spec") or {}, "deletionTimestamp" in item["metadata"]
+    is_leaving = is_leaving or any(taint.get("key") in _REMOVED for taint in spec.get("taints") or ())
+    bad[f"{_CORDONED} leaving" if is_leaving else _CORDONED] = is_leaving or bool(spec.get("unschedulable"))
     return [
         make_finding(code, name, why=why, name=name) if is_bad else Finding(code=code, status=Status.PASS, node=name)
         for code, is_bad in bad.items()
@@ -47,13 +51,13 @@ def check_nodes(
     """Return the findings of these nodes' agents; a node without reports fails, because nothing is known about it."""
     now = time.time() if now is None else now
     checks: list[Finding] = []
+    near = {name_in_slurm(record.name): record.name for record in records.records()}
     for name in names:
         record = records.record(name)
         if record is None or record.silent(now):
-            checks.append(make_finding(_SILENT, name, why=_explain_silence(record, now)))
+            checks.append(make_finding(_SILENT, name, why=_explain_silence(record, now, near.get(name_in_slurm(name)))))
             continue
-        checks.append(Finding(code=_SILENT, status=Status.PASS, node=name))
-        of_node = check_record(name, record)
+        of_node = [Finding(code=_SILENT, status=Status.PASS, node=name), *check_record(name, record)]
         if expected:
             node = records.topology(record)
             of_node = [*check_expectations(expected, of_node, name, (records.snapshot(record), node) if node else None)]
@@ -61,9 +65,9 @@ def check_nodes(
     return tuple(checks)
 
 
-def _explain_silence(record: NodeRecord | None, now: float) -> str:
+def _explain_silence(record: NodeRecord | None, now: float, similar: str | None) -> str:
     if record is None:
-        return "no agent publishes it"
+        return f"no agent publishes a record of this name{f' (there is a node {similar})' if similar else ''}"
     if not record.scanned_at_seconds:
         return "its agent has never answered"
     if record.stopped_at_seconds is not None:

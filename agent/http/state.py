@@ -194,7 +194,8 @@ class Publisher:
             pause = self._look
             try:
                 record = self._latest()
-                if record is not None and self._is_due(record):
+                last = record and self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
+                if record is not None and (record != last or time.monotonic() >= self._due):
                     self.write(record)
                     failures = 0
             except ApiError as error:
@@ -206,10 +207,6 @@ class Publisher:
                 log.exception("publish: a record could not be made")
                 pause = MISSING_SECONDS
             self._stop.wait(pause)
-
-    def _is_due(self, record: NodeRecord) -> bool:
-        last = self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
-        return record != last or time.monotonic() >= self._due
 
     def write(self, record: NodeRecord) -> None:
         """Write the object and its status once. Raises ApiError."""

@@ -245,7 +245,7 @@ def judge_nodes(options: PreflightOptions) -> Report:
 
     started, clock = time.time(), time.monotonic()
     expected = require_expectations(options.expect, options.expect_file)
-    nodes = expand_host_list(options.nodes or "")
+    nodes = expand_host_list((options.nodes or "").lower().replace("node/", ""))  # node/NAME: `kubectl get -o name`
     if not (nodes or options.selector):  # an empty variable of a pipeline
         raise GateError("--nodes or --selector is empty")
     before = baseline.read_baseline(options.baseline, ("statuses",))

@@ -133,7 +133,11 @@ def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, h
     line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
         others = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
-        line, todo = f"{first.title} {_describe_place(first, host)}".rstrip() + f"{others} ({line})", first.remedy
+        several = len(first.nodes) > 1
+        place = first.places if several or len(first.subjects) != 1 else first.place
+        node = "" if host or several or not first.nodes else first.nodes[0]
+        where = f"{place} of {node}" if place and node else place or (node and f"on {node}")
+        line, todo = f"{first.title} {where}".rstrip() + f"{others} ({line})", first.remedy
     elif judged.word == "unknown":
         required = (group for group in group_findings(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
@@ -143,13 +147,6 @@ def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, h
 def sort_by_weight(checks: Iterable[Finding]) -> list[FindingGroup]:
     """Return faults worst first; of equal severity, those on most nodes first."""
     return sorted(group_findings(checks), key=lambda group: (ORDER.index(group.status), -len(group.nodes)))
-
-
-def _describe_place(group: FindingGroup, host: str) -> str:
-    several = len(group.nodes) > 1
-    place = group.places if several or len(group.subjects) != 1 else group.place
-    node = "" if host or several or not group.nodes else group.nodes[0]
-    return f"{place} of {node}" if place and node else place or (node and f"on {node}")
 
 
 def print_healthy_nodes(out: Console, hosts: Sequence[tuple[str, str]], checks: Sequence[Finding]) -> None:

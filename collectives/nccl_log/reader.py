@@ -290,7 +290,10 @@ class Reader:
             return
         if writer.process not in self._processes and len(self._processes) < MAX_SEEN:
             if self.ledger.count_transports():
-                self._begin_part(line)
+                self.runs.add(self.ledger)
+                self.ledger = Ledger(file=self.file, line=self.ledger.lines, text=line)
+                self._dull.clear()
+                self._writers.clear()  # so that the new part counts the hosts of its own lines
             self._processes.add(writer.process, None)
         if prefix not in self._writers:
             self.ledger.hosts.add(writer.host)
@@ -320,12 +323,6 @@ class Reader:
         self.ledger.facts.places.add(place, None)
         if state:
             self.ledger.facts.setups.add((place, state), None)
-
-    def _begin_part(self, line: bytes) -> None:
-        self.runs.add(self.ledger)
-        self.ledger = Ledger(file=self.file, line=self.ledger.lines, text=line)
-        self._dull.clear()
-        self._writers.clear()  # so that the new part counts the hosts of its own lines
 
     # --- channels
 

@@ -460,7 +460,7 @@ class Search:
             times[rail].append(seconds)
         middles = {rail: median(values) for rail, values in times.items()}
         fast = median(sorted(middles.values())[: (len(middles) + 1) // 2] or [0.0])
-        loss = next(v.loss for v in self.verdicts() if v.node == test.nodes[0])
+        loss = self._make_verdict(test.nodes[0]).loss
         slow = [rail for rail, seconds in middles.items() if seconds > fast * (1 + max(MIN_LINK, loss / 2))]
         self._slow_rails[test.nodes[0]] = tuple(sorted(slow)) if len(slow) < len(middles) else ()
 
@@ -543,8 +543,13 @@ class Search:
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
         verdicts = [self._make_verdict(node) for node in range(self.nodes)]
-        evidence = self._compare_domains() if any(v.reason == "noise" for v in verdicts) else ""
-        return [replace(v, seen=evidence) if v.reason == "noise" else v for v in verdicts]
+        outside = {v.node for v in verdicts if v.reason == "slow" and {m.kind for m in v.measures} == {"far"}}
+        uplinks = self.find_slow_uplinks() if outside else {}
+        changed = {v.node: replace(v, seen=self._compare_domains()) for v in verdicts if v.reason == "noise"}
+        for node in outside:
+            if self.domains[node] in uplinks:  # which explains its slow transfers
+                changed[node] = replace(verdicts[node], state="not judged", reason="uplink")
+        return [changed.get(verdict.node, verdict) for verdict in verdicts]
 
     def _make_verdict(self, node: int) -> Verdict:
         if node in self.unreached:
@@ -574,17 +579,23 @@ class Search:
         return f"{text}. Check the switches between the domains" if far > (1 + PLAIN) * near else ""
 
     def find_slow_uplinks(self) -> dict[str, float]:
-        """Return the domains that are fast inside and slow to all others, and the lost rate, without stuck nodes."""
-        alive = {verdict.node for verdict in self.verdicts() if verdict.reason not in ("lost", "stuck")}
+        """Return the domains that are fast inside and slow to all others, and the lost rate, without stuck nodes.
+
+        Of two domains either can be the slow one, so one of the others must be fast to a third.
+        """
+        alive = {node for node in range(self.nodes) if self._make_verdict(node).reason not in ("lost", "stuck")}
+        links = sorted(filter(alive.issuperset, self.excess), key=self.excess.__getitem__, reverse=True)
         fastest: dict[str, dict[str, float]] = {"near": {}, "far": {}}
-        for link in sorted(filter(alive.issuperset, self.excess), key=self.excess.__getitem__, reverse=True):
+        for link in links:
             fastest[self._classify_pair(*link)].update({self.domains[end]: 1 + self.excess[link] for end in link})
         near, far = ({d: 1 - min(times.values()) / time for d, time in times.items()} for times in fastest.values())
-        return {d: loss for d, loss in far.items() if d and loss > BLIND and near.get(d, 1.0) <= BLIND}
+        pairs = {(self.domains[a], self.domains[b]) for link in links for a, b in (link, link[::-1])}
+        proven = sorted({domain for domain, other in pairs if far.get(other, 1.0) <= BLIND})
+        return {d: far[d] for d in proven if d and far.get(d, 0.0) > BLIND and near.get(d, 1.0) <= BLIND}
 
     def bad_links(self) -> list[BadLink]:
         """Return the bad links between nodes that are not bad themselves."""
-        good = {v.node for v in self.verdicts() if v.state != "bad"}
+        good = {v.node for v in self.verdicts() if v.state != "bad" and v.reason != "uplink"}
         return [
             BadLink(source=link[0], target=link[1], loss=compute_loss(measures), measures=tuple(measures))
             for link, measures in self._links.items() if self._judge_link(link) == "bad" and good.issuperset(link)

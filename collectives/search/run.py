@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,7 +60,12 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
             if place.node == 0 and is_first:
                 output = stack.enter_context((folder / "coordinator.log").open("wb"))
                 return _run_coordinator(settings, output, spec.limit_seconds, note, stop)
-            _wait_for_ranks(trees, spec, stop)
+            until = time.monotonic() + spec.limit_seconds
+            for tree in trees:  # until the coordinator has ended them
+                if reason := tree.wait(until, stop):
+                    raise SearchError(f"{place.host}: {reason}")
+            if all(tree.process.returncode for tree in trees):
+                raise SearchError(f"{place.host}: all ranks ended before the coordinator ({spec.place.store})")
             return None
         except SearchError as error:
             text = Path(output.name).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
@@ -99,16 +104,6 @@ def _run_coordinator(
             return cattrs.structure(last, SearchResult)
         note("The coordinator died. A new one continues from its journal.")
     raise SearchError(f"the coordinator died {COORDINATORS} times before the search finished")
-
-
-def _wait_for_ranks(trees: Sequence[processes.Tree], spec: SearchSpec, stop: threading.Event) -> None:
-    """Wait until the coordinator has ended the ranks."""
-    until = time.monotonic() + spec.limit_seconds
-    for tree in trees:
-        if reason := tree.wait(until, stop):
-            raise SearchError(f"{spec.place.host}: {reason}")
-    if all(tree.process.returncode for tree in trees):
-        raise SearchError(f"{spec.place.host}: all ranks ended before the coordinator ({spec.place.store})")
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -183,5 +183,5 @@ def _count_backward(
         if activations + logits + head >= gradients + per_layer:
             gradients = head
         else:
-            activations, logits = min(activations, per_layer), 0.0
+            activations, logits = min(activations + logits, per_layer), 0.0
     return gradients + buckets, activations, logits

@@ -568,7 +568,7 @@ class _Reader(Expander):
         """Follow the call of a function. Its arguments may be a command that it runs. Recursion is not followed."""
         body, source, first = self.scope.functions[command[0].text]
         self._called.add(command[0].text)
-        exports_pair = _EXPORTS_PAIR.search(source, body.start_byte, body.end_byte)
+        exports_pair = _EXPORTS_PAIR.search(source, body.start_byte, min(body.end_byte, body.start_byte + 1000))
         if exports_pair and len(command) == 3 and NAME.match(command[1].text):
             self.set(Assigned(command[1].text, command[2].text, command[2].raw, line), exported=True)
             return

@@ -156,6 +156,8 @@ def test_a_device_that_left_the_bus_is_worse_than_the_baseline(machine, lost, su
     assert "expect.node.unmet" not in preflight(*words, "--skip", "expect.*").stdout
     more = preflight("--host", GOOD, "--baseline", after, "-o", "json")
     assert more.exit_code == 0 and "expect.node.unmet" not in more.stdout, "more than the baseline is not worse"
+    other = preflight("--host", path_of("l40s-4x-pcie"), "--baseline", before)
+    assert other.exit_code == 3 and "of another model" in other.stdout, "this baseline is not of this host"
 
 
 @pytest.fixture
@@ -183,6 +185,7 @@ def test_nodes_are_read_and_printed_as_host_lists_of_slurm(api: ApiServer) -> No
     reasons = preflight("--nodes", "n[1-2]", "-o", "reason").stdout.splitlines()
     assert [line.partition(": cluster.node.silent: ")[0] for line in reasons] == ["n1", "n2"]
     assert "'n[1-' is no host name" in preflight("--nodes", "n[1-").output
+    assert "of this name (there is a node good)" in preflight("--nodes", "good.example.com", "-o", "reason").stdout
 
 
 def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:

@@ -121,3 +121,6 @@ def test_empty_lines_of_an_answer_of_loki_are_left_out() -> None:
     answer = {"status": "success", "data": {"resultType": "streams", "result": [stream]}}
     lines = Unpacked(io.BytesIO(json.dumps(answer).encode())).read().splitlines()
     assert lines == [b"[pod/%s/-] %s" % (b"p" * 253, text) for text in (b"first", b"last")]
+    stream["values"] = [["1", "  a\n" * 100_000]]  # and with text: read in parts, because each gets the name
+    first = Unpacked(io.BytesIO(json.dumps(answer).encode())).read()
+    assert first.endswith(b"-]   a\n") and len(first) < 2_000_000

@@ -96,6 +96,12 @@ def test_slow_transfers_between_domains_explain_why_no_node_was_judged():
     racks += ["d"] * 4
     for slow in (None, 3.0):  # the two nodes of a rack are stuck, or slow, which no uplink explains
         assert run(racks, lambda a, b, _, slow=slow: slow if {a, b} & {4, 5} else 1.0).find_slow_uplinks() == {}
+    many = [name for name in "abcdef" for _ in range(3)]  # here the times show which nodes are slow
+    found = run(many, lambda a, b, _: 4.0 if (many[a] == "c") != (many[b] == "c") else 1.0)
+    assert [(v.node, v.reason) for v in found.verdicts() if v.state != "good"] == [(n, "uplink") for n in (6, 7, 8)]
+    assert (found.bad_links(), found.find_slow_uplinks()) == ([], {"c": pytest.approx(0.75, abs=0.01)})
+    found.excess = {pair: excess for pair, excess in found.excess.items() if {many[end] for end in pair} <= {"a", "c"}}
+    assert found.find_slow_uplinks() == {}, "a and c were tested with each other only"
     unnamed = run([""] * 6, lambda a, b, _: 5.0 if a % 2 else 1.0)  # half of the nodes are slow, and no domain is known
     assert {(v.state, v.reason, v.seen) for v in unnamed.verdicts()} == {("not judged", "noise", "")}
 

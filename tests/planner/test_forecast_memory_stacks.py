@@ -45,6 +45,9 @@ def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
     one, eight = (Layout(world_size=8, dp_shard=8, micro_batch=2, checkpointing="selective", ep=ep) for ep in (1, 8))
     activations = [engine.selective_activations(share_of(model, FULL, layout), 0.0) for layout in (one, eight)]
     assert activations == [TOKENS * HALF * columns for columns in (2 * 4096 + 512, 2 * 4096 + 512 + 2 * 8 * 2048)]
+    full, model = replace(eight, micro_batch=1, checkpointing="full"), replace(model, layers=12, vocab=64000)
+    layer = engine.layer_activations(share_of(model, FULL, full))  # at the end of the backward pass
+    assert memory_parts(model, FULL, full, engine).activations == layer
 
 
 @each_row(("chunks", "first", "last"), [(1, 4.0, 1.0), (2, 5.5, 2.5), (4, 4.75, 3.25)])
