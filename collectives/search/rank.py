@@ -270,8 +270,7 @@ class Rank:
                     len(nodes), self.device)  # fmt: skip
         rails = range(self.place.ranks) if test["rails"] else [-1]
         strides = [stride for stride in range(1, len(nodes)) for _ in range(test["repeats"])]
-        turns = range(ITERATIONS)
-        steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in turns]
+        steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in range(ITERATIONS)]
         times: list[float] = []
         try:
             for number, (rail, stride, turn) in enumerate(steps):
