@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.gpus import find_gpu
@@ -29,32 +29,37 @@ from planner.forecast.step_time import StepParts, forecast_step
 
 # -- rules
 
-Broken = Iterator[tuple[str, str]]  # names of rules, and their reasons
+
+class Violation(NamedTuple):
+    """A rule that a layout violates."""
+
+    rule: str  # its name: "heads-divide"
+    reason: str  # "12 attention heads are not divisible by TP=8"
 
 
-def list_broken(job: Job, layout: Layout) -> Broken:
-    """Yield name and reason of every rule that a layout violates."""
+def list_broken(job: Job, layout: Layout) -> Iterator[Violation]:
+    """Yield every rule that a layout violates."""
     yield from list_broken_by_degrees(job, layout)
     yield from list_broken_by_batch(job, layout)
 
 
-def first_broken(job: Job, layout: Layout) -> tuple[str, str] | None:
-    """Return name and reason of the first rule that a layout violates."""
+def first_broken(job: Job, layout: Layout) -> Violation | None:
+    """Return the first rule that a layout violates."""
     return next(list_broken(job, layout), None)
 
 
-def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
+def list_broken_by_degrees(job: Job, layout: Layout) -> Iterator[Violation]:
     """Yield the violated rules that need no whole layout, so they can already reject a degree."""
     yield from _check_tensors(job, layout)
     yield from _check_rows(job, layout)
     yield from _check_model(job, layout)
     if lacks := explain_lack(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
-        yield "engine-runs", lacks
+        yield Violation("engine-runs", lacks)
     if exceeds := _exceeds_host_memory(job, layout):
-        yield "host-memory-holds", exceeds
+        yield Violation("host-memory-holds", exceeds)
 
 
-def list_broken_by_batch(job: Job, at: Layout) -> Broken:
+def list_broken_by_batch(job: Job, at: Layout) -> Iterator[Violation]:
     """Yield the violated rules about pipeline chunks and micro-batches.
 
     Each chunk has at least one layer, or the embedding or the head. With fewer micro-batches than stages a pipeline is
@@ -62,33 +67,36 @@ def list_broken_by_batch(job: Job, at: Layout) -> Broken:
     """
     layers, times, batch = job.model.layers, at.gradient_accumulation, job.train.global_batch
     if at.pp * at.virtual_stages > (most_chunks(job) if at.virtual_stages > 1 else layers):
-        yield "enough-layers", f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {layers}"
+        reason = f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {layers}"
+        yield Violation("enough-layers", reason)
     if at.stage_layers and sum(at.stage_layers) != layers:
-        yield "stages-sum", f"stage_layers add up to {sum(at.stage_layers)}, the model has {layers} layers"
+        yield Violation("stages-sum", f"stage_layers add up to {sum(at.stage_layers)}, the model has {layers} layers")
     if at.pp > 1 and times < at.pp:
-        yield "enough-micro-batches", f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {times}"
+        yield Violation(
+            "enough-micro-batches", f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {times}"
+        )
     elif at.virtual_stages > 1 and times % at.pp:
         reason = f"{times} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
-        yield "enough-micro-batches", reason
+        yield Violation("enough-micro-batches", reason)
     if batch is not None and at.global_batch != batch:
         reason = f"{at.micro_batch} x {times} x {at.data_parallel} ranks is not the global batch {batch}"
-        yield "batch-divides", reason
+        yield Violation("batch-divides", reason)
 
 
-def _check_tensors(job: Job, layout: Layout) -> Broken:
+def _check_tensors(job: Job, layout: Layout) -> Iterator[Violation]:
     """Tensor parallelism splits whole attention heads and the columns of the MLP evenly, within an NVLink island."""
     model = job.model
     if model.heads % layout.tp:
-        yield "heads-divide", f"{model.heads} attention heads are not divisible by TP={layout.tp}"
+        yield Violation("heads-divide", f"{model.heads} attention heads are not divisible by TP={layout.tp}")
     # Megatron replicates key and value heads if there are too few.
     if model.kv_heads % layout.tp and not (job.engine.copies_kv_heads and layout.tp % model.kv_heads == 0):
-        yield "kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={layout.tp}"
+        yield Violation("kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={layout.tp}")
     columns = [model.expert_ffn, model.shared_expert_ffn] if model.experts else [model.ffn]
     columns += [model.ffn] if model.dense_layers else []
     if uneven := next((width for width in columns if width % layout.tp), None):
-        yield "ffn-divides", f"MLP width {uneven} is not divisible by TP={layout.tp}"
+        yield Violation("ffn-divides", f"MLP width {uneven} is not divisible by TP={layout.tp}")
     if layout.tp > job.links.island_size and (leaves := _leaves_island(job, layout)):
-        yield "tp-inside-island", leaves
+        yield Violation("tp-inside-island", leaves)
 
 
 def _leaves_island(job: Job, layout: Layout) -> str | None:
@@ -108,7 +116,7 @@ def most_chunks(job: Job) -> int:
     return job.model.layers + (2 if job.engine.empty_ends else 0)
 
 
-def _check_rows(job: Job, layout: Layout) -> Broken:
+def _check_rows(job: Job, layout: Layout) -> Iterator[Violation]:
     """Sequences and experts are divided evenly.
 
     Ring attention divides a sequence into 2 x CP parts. Expert parallelism gives each rank whole experts, within one
@@ -116,16 +124,16 @@ def _check_rows(job: Job, layout: Layout) -> Broken:
     """
     model, length, ranks = job.model, job.train.sequence_length, layout.world_size // layout.pp
     if layout.cp > 1 and length % (2 * layout.cp):
-        yield "sequence-divides", f"sequence length {length} does not divide by 2 x CP={layout.cp}"
+        yield Violation("sequence-divides", f"sequence length {length} does not divide by 2 x CP={layout.cp}")
     if layout.ep > 1 and not model.experts:
-        yield "experts-divide", f"EP={layout.ep}: {model.name} has no experts"
+        yield Violation("experts-divide", f"EP={layout.ep}: {model.name} has no experts")
     elif model.experts % layout.ep:
-        yield "experts-divide", f"{model.experts} experts do not divide by EP={layout.ep}"
+        yield Violation("experts-divide", f"{model.experts} experts do not divide by EP={layout.ep}")
     elif ranks % layout.ep:
-        yield "experts-divide", f"EP={layout.ep} does not divide the {ranks} ranks of a pipeline stage"
+        yield Violation("experts-divide", f"EP={layout.ep} does not divide the {ranks} ranks of a pipeline stage")
 
 
-def _check_model(job: Job, layout: Layout) -> Broken:
+def _check_model(job: Job, layout: Layout) -> Iterator[Violation]:
     """The model can be trained with rows of this length, and the GPU supports the number format.
 
     A learned position table has a maximum length. Quantised weights have no gradient, and the fine-tune job cannot load
@@ -134,16 +142,16 @@ def _check_model(job: Job, layout: Layout) -> Broken:
     model, cc = job.model, job.compute_capability
     if model.family == "gpt2" and model.max_positions and job.train.sequence_length > model.max_positions:
         reason = f"sequence length {job.train.sequence_length} is beyond the model's {model.max_positions} positions"
-        yield "positions-reach", reason
+        yield Violation("positions-reach", reason)
     if model.quantised and (job.train.method == "full" or not job.engine.loads_quantised):
         reason = f"the weights are quantised ({model.quantised}): name the model that they were made from"
-        yield "weights-can-train", reason
+        yield Violation("weights-can-train", reason)
     needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(layout.precision)
     if needed and cc is not None and cc < needed:
         reason = f"{layout.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
-        yield "precision-exists", reason
+        yield Violation("precision-exists", reason)
     elif layout.precision == "mxfp8" and cc is not None and cc >= (12, 0):
-        yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
+        yield Violation("precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)")
 
 
 def explain_lack(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
@@ -302,13 +310,18 @@ class Planned:
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
-    """All results of a search."""
+class Ranking:
+    """The layouts that a search ranked, and those that it rejected."""
 
     best: list[Candidate] = field(default_factory=list)  # one per family: the chosen layout, then fastest first
-    rejected: list[Rejected] = field(default_factory=list)
-    of_degrees: int = 0  # the first of the rejected, which are about degrees; the others are about families of layouts
-    tried: int = 0
+    rejected_degrees: list[Rejected] = field(default_factory=list)  # no layout has them: "TP=16"
+    rejected_families: list[Rejected] = field(default_factory=list)  # rules and memory that left a family without one
+    forecast_count: int = 0  # layouts that were forecast
+
+    @property
+    def rejected(self) -> tuple[Rejected, ...]:
+        """All that was rejected, degrees first."""
+        return *self.rejected_degrees, *self.rejected_families
 
 
 def _list_divisors(n: int) -> list[int]:
@@ -361,7 +374,7 @@ def _list_context_degrees(job: Job, ranks: int) -> list[int]:
     return [cp for cp in _list_powers(min(ranks, max(1, largest))) if ranks % cp == 0]
 
 
-def _list_degrees(job: Job, world: int, result: Found) -> Iterator[tuple[int, int, int, int]]:
+def _list_degrees(job: Job, world: int, ranking: Ranking) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, pp, cp, ep) that the rules allow; each rejected degree is recorded once."""
     refused: set[str] = set()
 
@@ -370,7 +383,7 @@ def _list_degrees(job: Job, world: int, result: Found) -> Iterator[tuple[int, in
             return False
         if degrees not in refused:
             refused.add(degrees)
-            result.rejected.append(Rejected(what=degrees, rule=broken[0], reason=broken[1]))
+            ranking.rejected_degrees.append(Rejected(what=degrees, rule=broken.rule, reason=broken.reason))
         return True
 
     model, per_node = job.model, job.links.ranks_per_node
@@ -405,7 +418,7 @@ def usual_options(job: Job, tp: int, precision: Precision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
+def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surely: bool = True) -> Ranking:
     """Forecast every allowed layout among those with the field values in `fixed`; other fields are chosen as usual.
 
     By default these are the values in the job's settings. If `surely` is False, layouts are included whose memory only
@@ -416,17 +429,26 @@ def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surel
     if not surely:  # try the options that save most memory first
         fixed = {"checkpointing": job.engine.checkpointing[-1], **fixed}
     budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
-    run = _Search(planned=planned, job=job, named=fixed, budget=budget)
+    state = _Search(planned=planned, job=job, named=fixed, budget=budget)
     options: dict[str, Any] = {name: fixed[name] for name in ("checkpointing", "compile") if name in fixed}
     alone = Layout(world_size=1, precision=planned.precision, **options)
     if broken := next(list_broken_by_degrees(job, alone), None):  # due to model, precision or one of these options
-        run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
-        return run.found
-    for split in run.splits():
-        run.attempt_batches(split)
-    run.record_rejections()
-    run.rank()
-    return run.found
+        state.ranking.rejected_degrees.append(Rejected(what="every layout", rule=broken.rule, reason=broken.reason))
+        return state.ranking
+    for split in state.splits():
+        state.attempt_batches(split)
+    state.record_rejections()
+    state.rank()
+    return state.ranking
+
+
+class _Slot(NamedTuple):
+    """Layouts of which a search keeps only the best one: those of one family with equal marks."""
+
+    family: str  # `Layout.family`
+    tight: bool
+    over: bool  # as in `Candidate`
+    offloads: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -437,25 +459,26 @@ class _Search:
     job: Job
     named: Mapping[str, object]
     budget: float | None  # limit for the forecast bytes of a rank
-    found: Found = field(default_factory=Found)
-    # by family, and by whether a layout is tight, needs too much memory, or offloads
-    best: dict[tuple[str, bool, bool, bool], Candidate] = field(default_factory=dict)
-    fastest: dict[tuple[str, bool, bool, bool], float] = field(default_factory=dict)
-    over: dict[str, float] = field(default_factory=dict)  # by family: bytes that its lightest layout exceeds the memory
-    uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, ordered
-    forbidden: dict[str, Rejected] = field(default_factory=dict)
-    broken: tuple[str, str] | None = None  # the first rule that this split violates, and the reason
-    fitted: Layout | None = None  # of this split, last without chunks; if more is held, no lighter option fits
+    ranking: Ranking = field(default_factory=Ranking)
+    best: dict[_Slot, Candidate] = field(default_factory=dict)
+    fastest: dict[_Slot, float] = field(default_factory=dict)  # seconds per step
+    missing_bytes: dict[str, float] = field(default_factory=dict)  # by family, of the layout that needs least memory
+    indivisible: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch
+    forbidden: dict[str, Rejected] = field(default_factory=dict)  # by rule
+    broken: Violation | None = None  # the first rule that the degrees of the current split violate
+    # The last layout of the current split that fitted without interleaving. A larger micro-batch, or interleaving,
+    # needs no less memory, so checkpointing that is lighter than this layout's is not tried again.
+    fitted: Layout | None = None
 
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
-        for tp, pp, cp, ep in _list_degrees(self.job, self.planned.world, self.found):
+        for tp, pp, cp, ep in _list_degrees(self.job, self.planned.world, self.ranking):
             degrees: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
             if any(self.named.get(name, degree) != degree for name, degree in degrees.items()):
                 continue
             dp = self.planned.world // (tp * pp * cp)
             if self.planned.global_batch % dp:
-                self.uneven[dp] = None
+                self.indivisible[dp] = None
                 continue
             in_node = max(1, self.job.links.domain_size // (tp * cp))
             shardings = _list_shardings(self.job, dp, in_node, self.named.get("dp_shard"))
@@ -525,17 +548,17 @@ class _Search:
         """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
         key = base.family
         if broken := self.broken or next(list_broken_by_batch(self.job, base), None):
-            self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
+            self.forbidden.setdefault(broken.rule, Rejected(what=key, rule=broken.rule, reason=broken.reason))
             return None
-        self.found.tried += 1
-        picked = fitting(self.job, base, self.budget, fixed=self.named, after=self.fitted)
-        if isinstance(picked, float):
-            self.over[key] = min(self.over.get(key, picked), picked)
+        self.ranking.forecast_count += 1
+        fit = fitting(self.job, base, self.budget, fixed=self.named, after=self.fitted)
+        if isinstance(fit, float):
+            self.missing_bytes[key] = min(self.missing_bytes.get(key, fit), fit)
             return None
-        candidate = self.planned.candidate(*picked)
+        candidate = self.planned.candidate(*fit)
         if candidate.layout.virtual_stages == 1:
             self.fitted = candidate.layout
-        slot = key, candidate.tight, candidate.over, candidate.layout.offload != "none"
+        slot = _Slot(key, candidate.tight, candidate.over, offloads=candidate.layout.offload != "none")
         self.fastest[slot] = min(candidate.seconds, self.fastest.get(slot, candidate.seconds))
         best = self.best.get(slot)
         is_equal = candidate.seconds <= TIE * self.fastest[slot]
@@ -545,28 +568,28 @@ class _Search:
 
     def record_rejections(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
-        rejected, families = self.found.rejected, {key for key, *_ in self.best}
-        self.found.of_degrees = len(rejected)
-        listed = {row.rule for row in rejected}
-        rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
-        for dp in self.uneven:
+        families = {slot.family for slot in self.best}
+        listed = {row.rule for row in self.ranking.rejected_degrees}
+        rejected = [row for rule, row in self.forbidden.items() if rule not in listed]
+        for dp in self.indivisible:
             reason = f"global batch {self.planned.global_batch} does not divide by {dp}"
             rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
-        for key, excess in sorted(self.over.items(), key=lambda item: item[1]):
-            if key not in families:
-                reason = f"needs {excess / GIB:.1f} GiB more memory per rank than is available"
-                rejected.append(Rejected(what=key, rule="memory-fits", reason=reason))
+        for family, missing in sorted(self.missing_bytes.items(), key=lambda item: item[1]):
+            if family not in families:
+                reason = f"needs {missing / GIB:.1f} GiB more memory per rank than is available"
+                rejected.append(Rejected(what=family, rule="memory-fits", reason=reason))
+        self.ranking.rejected_families = rejected
 
     def rank(self) -> None:
         """Put the simplest layout first that no other beats by more than the forecast error; then the fastest."""
         families: dict[str, list[Candidate]] = {}
-        for (key, *_), candidate in self.best.items():
-            families.setdefault(key, []).append(candidate)
+        for slot, candidate in self.best.items():
+            families.setdefault(slot.family, []).append(candidate)
         best = sorted((choose_simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
             winner = choose_simplest(self.job, best)
             best.sort(key=lambda c: c is not winner)
-        self.found.best = best
+        self.ranking.best = best
 
 
 def choose_simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
