@@ -411,7 +411,7 @@ def recommend(
     if not result.best and too_large and planned.requested and not knows_rows:
         result, assumed = _choose_for_shorter_rows(planned, result)
         unknowns.append(assumed)
-    helps, rejected = tuple[str, ...](), result.rejected
+    helps, rejected = tuple[str, ...](), tuple(result.rejected)
     best = result.best[: 1 + _RUNNERS_UP]
     winner = rank(planned, best[0]) if best else None
     if winner is not None:

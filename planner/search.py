@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.gpus import find_gpu
@@ -227,14 +227,9 @@ class Ranking:
     """The layouts that a search ranked, and those that it rejected."""
 
     best: list[Candidate] = field(default_factory=list)  # one per family: the chosen layout, then fastest first
-    rejected_degrees: list[Rejected] = field(default_factory=list)  # no layout has them: "TP=16"
-    rejected_families: list[Rejected] = field(default_factory=list)  # rules and memory that left a family without one
+    rejected: list[Rejected] = field(default_factory=list)  # degrees first: "TP=16"
+    rejected_families: list[Rejected] = field(default_factory=list)  # of these, what left a family without a layout
     forecast_count: int = 0  # layouts that were forecast
-
-    @property
-    def rejected(self) -> tuple[Rejected, ...]:
-        """All that was rejected, degrees first."""
-        return *self.rejected_degrees, *self.rejected_families
 
 
 def _list_divisors(n: int) -> list[int]:
@@ -290,15 +285,12 @@ def _list_context_degrees(job: Job, ranks: int) -> list[int]:
 
 def _list_degrees(job: Job, world: int, ranking: Ranking) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, pp, cp, ep) that the rules allow; each rejected degree is recorded once."""
-    refused: set[str] = set()
 
     def refuse(degrees: str, layout: Layout) -> bool:
-        if (broken := next(list_broken_by_degrees(job, layout), None)) is None:
-            return False
-        if degrees not in refused:
-            refused.add(degrees)
-            ranking.rejected_degrees.append(Rejected(what=degrees, rule=broken.rule, reason=broken.reason))
-        return True
+        broken = next(list_broken_by_degrees(job, layout), None)
+        if broken and all(row.what != degrees for row in ranking.rejected):
+            ranking.rejected.append(Rejected(what=degrees, rule=broken.rule, reason=broken.reason))
+        return broken is not None
 
     model, per_node = job.model, job.links.ranks_per_node
     for tp in _list_powers(min(world, 2 * per_node)):
@@ -347,22 +339,13 @@ def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surel
     options: dict[str, Any] = {name: fixed[name] for name in ("checkpointing", "compile") if name in fixed}
     alone = Layout(world_size=1, precision=planned.precision, **options)
     if broken := next(list_broken_by_degrees(job, alone), None):  # due to model, precision or one of these options
-        state.ranking.rejected_degrees.append(Rejected(what="every layout", rule=broken.rule, reason=broken.reason))
+        state.ranking.rejected.append(Rejected(what="every layout", rule=broken.rule, reason=broken.reason))
         return state.ranking
     for split in state.splits():
         state.attempt_batches(split)
     state.record_rejections()
     state.rank()
     return state.ranking
-
-
-class _Slot(NamedTuple):
-    """Layouts of which a search keeps only the best one: those of one family with equal marks."""
-
-    family: str  # `Layout.family`
-    tight: bool
-    over: bool  # as in `Candidate`
-    offloads: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -374,15 +357,14 @@ class _Search:
     named: Mapping[str, object]
     budget: float | None  # limit for the forecast bytes of a rank
     ranking: Ranking = field(default_factory=Ranking)
-    best: dict[_Slot, Candidate] = field(default_factory=dict)
-    fastest: dict[_Slot, float] = field(default_factory=dict)  # seconds per step
+    # By family, and by whether a layout is tight, needs too much memory, or offloads: only the best of each is kept.
+    best: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
+    fastest: dict[tuple[object, ...], float] = field(default_factory=dict)  # seconds per step
     missing_bytes: dict[str, float] = field(default_factory=dict)  # by family, of the layout that needs least memory
     indivisible: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch
     forbidden: dict[str, Rejected] = field(default_factory=dict)  # by rule
     broken: Violation | None = None  # the first rule that the degrees of the current split violate
-    # The last layout of the current split that fitted without interleaving. A larger micro-batch, or interleaving,
-    # needs no less memory, so checkpointing that is lighter than this layout's is not tried again.
-    fitted: Layout | None = None
+    fitted: Layout | None = None  # the last that fitted in this split, without interleaving: `after` of `fitting`
 
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
@@ -439,12 +421,8 @@ class _Search:
             uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
-            base = split
-            if virtual > 1 or (split.pp > 1 and uneven) or plain != split.schedule:
-                base = replace(
-                    split, schedule="interleaved" if virtual > 1 else plain, virtual_stages=virtual,
-                    stage_layers=uneven if split.pp > 1 else (),
-                )  # fmt: skip
+            base = replace(split, schedule="interleaved" if virtual > 1 else plain, virtual_stages=virtual,
+                           stage_layers=uneven if split.pp > 1 else ())  # fmt: skip
             if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
                 fits = True  # was not tried
                 continue
@@ -472,7 +450,7 @@ class _Search:
         candidate = self.planned.candidate(*fit)
         if candidate.layout.virtual_stages == 1:
             self.fitted = candidate.layout
-        slot = _Slot(key, candidate.tight, candidate.over, offloads=candidate.layout.offload != "none")
+        slot = key, candidate.tight, candidate.over, candidate.layout.offload != "none"
         self.fastest[slot] = min(candidate.seconds, self.fastest.get(slot, candidate.seconds))
         best = self.best.get(slot)
         is_equal = candidate.seconds <= TIE * self.fastest[slot]
@@ -482,8 +460,8 @@ class _Search:
 
     def record_rejections(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
-        families = {slot.family for slot in self.best}
-        listed = {row.rule for row in self.ranking.rejected_degrees}
+        families = {candidate.layout.family for candidate in self.best.values()}
+        listed = {row.rule for row in self.ranking.rejected}
         rejected = [row for rule, row in self.forbidden.items() if rule not in listed]
         for dp in self.indivisible:
             reason = f"global batch {self.planned.global_batch} does not divide by {dp}"
@@ -493,12 +471,13 @@ class _Search:
                 reason = f"needs {missing / GIB:.1f} GiB more memory per rank than is available"
                 rejected.append(Rejected(what=family, rule="memory-fits", reason=reason))
         self.ranking.rejected_families = rejected
+        self.ranking.rejected += rejected
 
     def rank(self) -> None:
         """Put the simplest layout first that no other beats by more than the forecast error; then the fastest."""
         families: dict[str, list[Candidate]] = {}
-        for slot, candidate in self.best.items():
-            families.setdefault(slot.family, []).append(candidate)
+        for candidate in self.best.values():
+            families.setdefault(candidate.layout.family, []).append(candidate)
         best = sorted((choose_simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
             winner = choose_simplest(self.job, best)

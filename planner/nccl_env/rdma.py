@@ -390,8 +390,7 @@ def _join_numbers(priorities: Iterable[int]) -> str:
 
 def _list_roce_ports(case: Situation) -> list[PortView]:
     """Return the RoCE ports that the job will use."""
-    chosen = (view for node in case.nodes for view in choose_ports(node).chosen)
-    return [view for view in chosen if view.port.link_layer == "Ethernet"]
+    return [view for node in case.nodes for view in choose_ports(node).chosen if view.port.link_layer == "Ethernet"]
 
 
 def _list_ports(ports: Iterable[PortView], text: Callable[[PortView], str]) -> str:
