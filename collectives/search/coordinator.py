@@ -62,8 +62,7 @@ class Fleet:
     def read_beat(self, name: str) -> tuple[float, float, str]:
         """Return the seconds since the last heartbeat and since the last progress of a rank, and its position."""
         now = time.monotonic()
-        has_beat = self._store.check([f"beat/{name}"])
-        beat = json.loads(self._store.get(f"beat/{name}")) if has_beat else [-1, -1, "joining"]
+        beat = json.loads(self._store.get(key)) if self._store.check([key := f"beat/{name}"]) else [-1, -1, "joining"]
         before, lived, moved = self._beats.get(name, ([None, None, ""], now, now))
         lived, moved = (lived if beat[0] == before[0] else now), (moved if beat[1:] == before[1:] else now)
         self._beats[name] = (beat, lived, moved)

@@ -580,12 +580,14 @@ class Search:
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
         verdicts = [self._make_verdict(node) for node in range(self.nodes)]
-        outside = {v.node for v in verdicts if v.reason == "slow" and {m.kind for m in v.measures} == {"far"}}
-        uplinks = self.find_slow_uplinks() if outside else {}
         changed = {v.node: replace(v, seen=self._compare_domains()) for v in verdicts if v.reason == "noise"}
-        for node in outside:
-            if self.domains[node] in uplinks:  # which explains its slow transfers
-                changed[node] = replace(verdicts[node], state="not judged", reason="uplink")
+        slow = [v for v in verdicts if v.reason == "slow" and self._get_state(v.node, ("near",))[0] == "clean"]
+        far = [(m.excess, self.domains[n], m.what) for n, of in self._measures.items() for m in of if m.kind == "far"]
+        least = {(domain, what): excess for excess, domain, what in sorted(far, reverse=True)}
+        for v in slow:  # with all nodes of the domain about as slow, its uplinks may be the cause
+            common = min(least.get((self.domains[v.node], what), 0.0) for what in v.what)
+            if common / (1 + common) > v.loss / 2 and len(self._members[self.domains[v.node]]) > 1:
+                changed[v.node] = replace(v, state="not judged", reason="uplink")
         return [changed.get(verdict.node, verdict) for verdict in verdicts]
 
     def _make_verdict(self, node: int) -> Verdict:
