@@ -581,7 +581,7 @@ class Search:
         """Return the verdicts on all nodes, in their order."""
         verdicts = [self._make_verdict(node) for node in range(self.nodes)]
         changed = {v.node: replace(v, seen=self._compare_domains()) for v in verdicts if v.reason == "noise"}
-        slow = [v for v in verdicts if v.reason == "slow" and self._get_state(v.node, ("near",))[0] == "clean"]
+        slow = [v for v in verdicts if v.reason == "slow" and self._judge_node(v.node, ("near",)).state == "clean"]
         far = [(m.excess, self.domains[n], m.what) for n, of in self._measures.items() for m in of if m.kind == "far"]
         least = {(domain, what): excess for excess, domain, what in sorted(far, reverse=True)}
         for v in slow:  # with all nodes of the domain about as slow, its uplinks may be the cause
