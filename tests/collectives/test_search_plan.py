@@ -239,12 +239,12 @@ def test_the_calls_of_nccl_are_those_of_torch(monkeypatch):
     import torch
     from torch.distributed import HashStore
 
-    from collectives.search.rank import Place, Ring
+    from collectives.search.rank import RankSettings, Ring
 
-    place = Place(store="", nodes=1, node=0, local=0, ranks=1, host="", domain="", model="", nvlink="",
-                  backend="gloo", bytes=1 << 10, silence_seconds=10, wait_seconds=10)  # fmt: skip
+    settings = RankSettings(store="", nodes=1, node=0, local=0, ranks=1, host="", domain="", model="", nvlink="",
+                            backend="gloo", bytes=1 << 10, silence_seconds=10, wait_seconds=10)  # fmt: skip
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ring = Ring(place, HashStore(), 0, 1, "cpu")
+    ring = Ring(settings, HashStore(), 0, 1, "cpu")
     with pytest.raises(RuntimeError, match="oalescing"):
         ring._exchange_with_nccl(0, 0, [])
 
