@@ -61,7 +61,7 @@ def _print_result(linted: LintResult, *, has_machine: bool) -> None:
     elif linted.unreached and not linted.checks:
         count = units.count(linted.unreached, "setting")
         others = " No problems found in the others." if linted.names else ""
-        print_text(f"! Not checked: {count} that no started program gets.{others}")
+        print_text(f"! Not checked: {count} that no started program is known to get.{others}")
     elif not linted.checks:
         next_step = "no change needed" if has_machine else "add --host to check it against a machine"
         print_text(f"✓ no problems found in this environment → {next_step}")

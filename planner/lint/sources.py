@@ -94,7 +94,7 @@ def _read_as(text: str, kind: str) -> Reading:
             each.lines.update({name: rows.get(name, 0) for name in each.lines})
     unread = [each for _, script in parts for each in script.unread]
     names = {name for _, script in parts for settings in script.settings() for name in settings}
-    reason = "no program that is started gets it"
+    reason = "no started program is known to get it"
     if pattern("exports_none").search(text):
         reason = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
     lost = _find_unread(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
