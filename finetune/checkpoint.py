@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,6 @@ from finetune import hub, weights
 from finetune.model import build_model, causal_lm, stored_type
 
 T = TypeVar("T")
-SCHEMA_VERSION = 1
 STATE = "trainer.json"
 # For ranks that wait while others download, read, tokenise or write. NCCL's own limit of 10 minutes applies to steps
 # and to the groups of the mesh. The death of a rank is detected through its connection, not by this timeout.
@@ -43,24 +41,21 @@ class SaveError(EndedError):
     code = 74  # EX_IOERR
 
 
-def training_state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return trained weights and their AdamW moments, under names that do not depend on the layout."""
+def training_state(
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int = 0
+) -> dict[str, torch.Tensor]:
+    """Return trained weights and their AdamW moments, under names that do not depend on the layout.
+
+    Moments that do not exist yet are created as they are after `step` steps, to load into.
+    """
     state: dict[str, torch.Tensor] = {}
     for name, p in parameters.items():
         if p.requires_grad:
-            state[f"model.{name}"] = p.detach()
-            state |= {f"optim.{name}.{m}": optimizer.state[p][m] for m in MOMENTS}
+            if not (moments := optimizer.state[p]):
+                moments |= {"step": torch.tensor(float(step), device=p.device)}
+                moments |= {m: torch.zeros_like(p) for m in MOMENTS}
+            state |= {f"model.{name}": p.detach(), **{f"optim.{name}.{m}": moments[m] for m in MOMENTS}}
     return state
-
-
-def start_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Create AdamW's state after `step` steps, with zero moments to load into."""
-    for p in parameters.values():
-        if p.requires_grad:
-            optimizer.state[p] = {
-                "step": torch.tensor(float(step), device=p.device),
-                **{m: torch.zeros_like(p) for m in MOMENTS},
-            }
 
 
 class Checkpoints:
@@ -70,7 +65,6 @@ class Checkpoints:
         self.folder, self.keep = folder, keep
         self.group = dist.new_group(backend="gloo", timeout=WAIT)
         if dist.get_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".checkpoint-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         dist.barrier(group=self.group)
@@ -84,7 +78,7 @@ class Checkpoints:
         try:
             dcp.save(dict(state), checkpoint_id=draft, process_group=self.group)
             if dist.get_rank() == 0:
-                self._publish(draft, final, {"schema_version": SCHEMA_VERSION, **about, "step": step})
+                self._publish(draft, final, {**about, "step": step})
         except (OSError, dcp.CheckpointException) as error:  # of this rank's file system; of any rank's part
             reason = self._with_room(error)
         failed = torch.tensor([float(bool(reason))])
@@ -179,9 +173,7 @@ def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dic
         model.to(dtype)
     weights.fill(source, config.seed, model, torch.device("cpu"))
     trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # one process reads alone on purpose
-        dcp.load(trained, checkpoint_id=path, no_dist=True)
+    dcp.load(trained, checkpoint_id=path, no_dist=True)
 
     def write(kind: str, net: Any) -> str:
         lm = causal_lm(net)

@@ -51,13 +51,13 @@ def is_id(setting: str, name: str) -> bool:
     path = Path(name).expanduser()
     if name.startswith(("random:", "synthetic:", "builtin:")) or os.path.exists(path):
         return False
-    if name.startswith(("/", ".", "~")):
+    if name.startswith(("/", ".", "~")) or name.endswith((".json", ".jsonl", ".parquet", ".csv")):
         raise ConfigError(f"{setting}={name!r}: no such file or folder")
     try:
         validate_repo_id(name)
     except HFValidationError:
         raise ConfigError(f"{setting}={name!r}: no such file or folder, and not a hub id (org/name)") from None
-    return not name.endswith((".json", ".jsonl", ".parquet", ".csv"))
+    return True
 
 
 def download_data(name: str, revision: str, choose: Callable[[Path], list[str]]) -> list[Path]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,11 @@ from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, model, parallel, recorder as runs, rows, verify, weights
 
-DIVERGED = 65  # EX_DATAERR
-
 
 class DivergedError(EndedError):
     """Loss or gradients are no longer finite."""
 
-    code = DIVERGED
+    code = 65  # EX_DATAERR
 
 
 class StoppedError(EndedError):
@@ -51,15 +49,6 @@ class Place:
     step: int = 0
     epoch: int = 0
     samples: int = 0  # of this epoch: valid for another world size
-
-
-class Done(NamedTuple):
-    """The result of one step, equal on every rank."""
-
-    loss: float
-    norm: float
-    rate: float
-    stop: bool  # a rank was asked to stop
 
 
 class Trainer:
@@ -78,7 +67,7 @@ class Trainer:
         if config.eval_strategy != "no":
             test = rows.prepare(config, config.dataset_test_split, self.tokenizer)[0]
 
-        net = model.build_model(config, layout.precision, recorder.note)
+        net = model.build_model(config, layout.precision, recorder.note, layout)
         counts = [(p.numel(), p.requires_grad) for p in net.parameters()]  # before 4-bit weights are packed
         shape = model.causal_lm(net).config
         rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
@@ -123,7 +112,7 @@ class Trainer:
         return train, rows.Loader(examples=test, shuffle=False, micro_batch=batch, micro_batches=times, **common)
 
     def train(self) -> None:
-        """Run all remaining steps, and write the last checkpoint."""
+        """Run all remaining steps, write the last checkpoint, and export adapter, merged model or whole model."""
         config, place = self.config, self.resume()
         self.recorder.watch_memory()
         with self.recorder.profile(config.profile_steps) as profiler:
@@ -131,13 +120,12 @@ class Trainer:
                 first = math.ceil(place.samples / self.loader.global_batch)
                 began = time.perf_counter()
                 for share in self.loader.epoch(place.epoch, first):
-                    done = self.step(place.step, share)
+                    metrics, stop = self.step(place.step, share)
                     seconds = time.perf_counter() - began
                     place.step, place.samples = place.step + 1, place.samples + self.loader.global_batch
-                    self.recorder.step(seconds, done.loss, share.tokens)
+                    self.recorder.step(place.step, seconds, metrics["loss"], share.tokens)
                     profiler.step()
-                    self.recorder.record.steps_done = place.step
-                    self._after(place, done, share.tokens / seconds)
+                    self._after(place, metrics, share.tokens / seconds, stop)
                     began = time.perf_counter()  # the next batch's making counts; saving and evaluating do not
                     if place.step >= self.steps:
                         break
@@ -153,9 +141,17 @@ class Trainer:
         self.recorder.find_fullest_rank()
         for text in verify.record_transports(self.recorder.record):
             self.recorder.note(text)  # connected later, for example by a checkpoint: the training is done
+        record, last = self.recorder.record, checkpoint.list_checkpoints(self.store.folder)[-1]
+        record.checkpoint = str(last)
+        write = partial(checkpoint.export, config, self.layout.precision, last, self.tokenizer)
+        for name, exported in checkpoint.on_rank_zero(write).items():
+            setattr(record, name, exported)
 
-    def step(self, number: int, share: rows.Share) -> Done:
-        """Run one optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW."""
+    def step(self, number: int, share: rows.Share) -> tuple[dict[str, float], bool]:
+        """Run one optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW.
+
+        Returns what is logged of it, and whether a rank was asked to stop; both are equal on every rank.
+        """
         # Dropout repeats after a resume; ranks of one data share use the same seed, as TP requires.
         torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + self.data_rank)
         rate = self.config.learning_rate * self.share_at(number)
@@ -173,9 +169,9 @@ class Trainer:
         self.optimizer.zero_grad()
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()
-        return Done(mean, norm, rate, stop > 0)
+        return {"loss": mean, "learning_rate": rate, "grad_norm": norm}, stop > 0
 
-    def _after(self, place: Place, done: Done, pace: float) -> None:
+    def _after(self, place: Place, metrics: dict[str, float], pace: float, stop: bool) -> None:
         """Do what follows a step: print a line, write a checkpoint, evaluate, or end."""
         config, step = self.config, place.step
         if len(self.recorder.losses) == 1:  # all connections for a step exist now
@@ -184,13 +180,12 @@ class Trainer:
         if config.logging_strategy == "steps" and (step % config.logging_steps == 0 or step in (1, self.steps)):
             now, communication = self.recorder.measured(), self.recorder.record.communication
             self.recorder.log(step, {
-                "loss": done.loss, "learning_rate": done.rate, "grad_norm": done.norm,
-                "seconds": self.recorder.seconds[-1], "tokens_per_second": pace, "epoch": float(place.epoch),
+                **metrics, "seconds": self.recorder.seconds[-1], "tokens_per_second": pace, "epoch": float(place.epoch),
                 "mfu": now.mfu, "memory_bytes": now.memory_bytes,
                 "communication_share": communication.share if communication else None,  # from the profiled steps on
             })  # fmt: skip
-            runs.print_once(f"step {step}/{self.steps}: loss {done.loss:.4f}, {pace:,.0f} tokens/s")
-        if done.stop:
+            runs.print_once(f"step {step}/{self.steps}: loss {metrics['loss']:.4f}, {pace:,.0f} tokens/s")
+        if stop:
             self.save(place)
             raise StoppedError(f"SIGTERM: saved at step {step}; start again to resume")
         if config.save_strategy == "steps" and step % config.save_steps == 0:
@@ -234,8 +229,7 @@ class Trainer:
         for name, value in self.identity().items():
             if (was := about["identity"].get(name)) != value:  # of another run
                 raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was!r}, this run has {value!r}")
-        checkpoint.start_moments(self.named, self.optimizer, about["step"])
-        self.store.load(path, checkpoint.training_state(self.named, self.optimizer))
+        self.store.load(path, checkpoint.training_state(self.named, self.optimizer, about["step"]))
         self.recorder.note(f"resumed from {path.name}, written under {about['layout']}")
         runs.print_once(f"resumed from {path}")
         return Place(step=about["step"], epoch=about["epoch"], samples=about["samples"])

@@ -17,17 +17,20 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from contracts.job_config import ConfigError, JobConfig
-from contracts.layout import ROPE_TYPES, TRAINED
+from contracts.layout import Layout
 from finetune import hub
 from finetune.rows import IGNORED
+from planner.forecast.models import ModelError, read_model
+from planner.forecast.specs import TrainSpec
+from planner.stacks import TOPOFLIGHT
+from planner.stacks.limits import list_limits
 
-# varlen_attn of torch 2.11 has neither causal windows nor shared key heads. NVIDIA's builds of 2.13 are 2.13.0a0.
-_HAS_VARLEN = torch.__version__ >= "2.13.0a0"
 BY_DOCUMENT = "by_document"
 RANDOM = {
     "tiny-llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -35,17 +38,21 @@ RANDOM = {
     "micro-llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 512},
 }  # fmt: skip
+ALONE = Layout(world_size=1)
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
 
 
-def build_model(config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None) -> Any:
-    """The causal language model without values: parameters on meta (`weights.fill`), with LoRA if configured."""
+def build_model(
+    config: JobConfig, precision: str, note: Callable[[str], None] = lambda _text: None, layout: Layout = ALONE
+) -> Any:
+    """The causal language model without values: parameters on meta (`weights.fill`), with LoRA if configured.
+
+    Raises ConfigError for a model that this job cannot train under this layout.
+    """
     from accelerate import init_empty_weights  # type: ignore[import-untyped, unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
     name = config.model_name_or_path
-    if config.load_in_4bit:
-        _check_four_bit(note)
     if config.attn_implementation == "flash_attention_2":
         note("attn_implementation: flash_attention_2: torch's own flash attention is used")
     kernel = "eager" if config.attn_implementation == "eager" else BY_DOCUMENT
@@ -59,21 +66,7 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     else:
         presets = ", ".join(RANDOM)
         raise ConfigError(f"model_name_or_path={name!r}: random: takes {presets}, or a folder with config.json")
-    if shape.model_type not in TRAINED:  # first: another architecture need not build with this job's attention
-        raise ConfigError(f"model_name_or_path={name!r} is a {shape.model_type}: this job runs {', '.join(TRAINED)}")
-    rope = (getattr(shape, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
-        raise ConfigError(f"model_name_or_path={name!r}: rope_type={rope!r}: this job runs {', '.join(ROPE_TYPES)}")
-    if getattr(shape, "quantization_config", None) is not None:
-        raise ConfigError(f"model_name_or_path={name!r}: its weights are quantised; name the model they were made from")
-    window = getattr(shape, "sliding_window", None)
-    # Llama ignores both settings, and Mistral its layer_types
-    slides = shape.model_type == "mistral" or (shape.model_type != "llama" and "sliding_attention" in shape.layer_types)
-    if slides and kernel == BY_DOCUMENT and window is not None and window < config.max_length:
-        raise ConfigError(
-            f"model_name_or_path={name!r}: its sliding window of {window} tokens is shorter than "
-            f"max_length={config.max_length}; set attn_implementation: eager, or use TRL's trainer"
-        )
+    _check_support(config, shape, layout)  # first: another architecture need not build with this job's attention
     with init_empty_weights(include_buffers=False):
         model = _load(
             name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel,
@@ -82,8 +75,21 @@ def build_model(config: JobConfig, precision: str, note: Callable[[str], None] =
     model.tie_weights()  # on meta each of two tied modules has made its own
     model.config.use_cache = False
     if config.load_in_4bit:
-        _into_four_bit(model, precision)
+        _into_four_bit(model, precision, note)
     return _add_lora(model, config) if config.use_peft else model
+
+
+def _check_support(config: JobConfig, shape: Any, layout: Layout) -> None:
+    """Refuse, by the rules of the planner, a transformers config or a layout that this job cannot train."""
+    method: Any = "qlora" if config.load_in_4bit else "lora" if config.use_peft else "full"
+    train = TrainSpec(method=method, attention=config.attn_implementation, sequence_length=config.max_length)
+    try:
+        reasons = list_limits(TOPOFLIGHT, read_model(shape.to_dict(), any_type=True), train, layout)
+    except ModelError as error:
+        reasons = [str(error)]
+    if reasons:
+        name = f"model_name_or_path={config.model_name_or_path!r}"
+        raise ConfigError(f"{name}, layout {layout.family}: {'; '.join(reasons)}")
 
 
 def stored_type(config: JobConfig, precision: str) -> torch.dtype:
@@ -100,18 +106,15 @@ def _load(name: str, load: Callable[..., Any], *arguments: Any, **options: Any) 
         return load(*arguments, trust_remote_code=False, **options)
 
 
-def _check_four_bit(note: Callable[[str], None]) -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
-    if not torch.cuda.is_available():
-        note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
-
-
-def _into_four_bit(model: Any, precision: str) -> None:
+def _into_four_bit(model: Any, precision: str, note: Callable[[str], None]) -> None:
     """Linear layers, but for the head, become those of bitsandbytes; `weights.fill` quantises."""
     from transformers import BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
 
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("load_in_4bit=true: QLoRA needs bitsandbytes: pip install 'topoflight[qlora]'")
+    if not torch.cuda.is_available():
+        note("load_in_4bit: without a GPU 4-bit weights are unpacked by the CPU, which takes longer than it saves")
     # Stored in 16 bits, which FSDP gathers as they are in fp32 and in bf16: a cast would be another weight.
     quantiser = AutoHfQuantizer.from_config(
         BitsAndBytesConfig(
@@ -225,22 +228,13 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
 
 def cut(model: Any, bounds: Sequence[tuple[int, int]], stages: Sequence[int], fused_loss: bool) -> list[Chunk]:
     """This rank's chunks: `bounds` are all stages' first and one-past-last layers, `stages` those to keep."""
-    # Every chunk but the last works on a shallow copy; layers that no chunk keeps are freed with the model.
+    # Of several chunks each has a copy of the modules with the same parameters; what no chunk keeps is freed.
     chunks = []
     for stage in stages:
-        stage_model = _shallow(model) if len(stages) > 1 else model
-        start, stop = bounds[stage]
-        chunks.append(Chunk(stage_model, stage == 0, stage == len(bounds) - 1, range(start, stop), fused_loss))
+        parameters = {id(p): p for p in model.parameters()}
+        each = copy.deepcopy(model, parameters) if len(stages) > 1 else model
+        chunks.append(Chunk(each, stage == 0, stage == len(bounds) - 1, range(*bounds[stage]), fused_loss))
     return chunks
-
-
-def _shallow(model: Any) -> Any:
-    """The same parameters under new containers, down to the layer list."""
-    memo: dict[int, Any] = {}
-    lm = causal_lm(model)
-    for module in (*lm.model.layers, lm.model.embed_tokens, lm.model.norm, lm.lm_head, lm.model.rotary_emb):
-        memo[id(module)] = module
-    return copy.deepcopy(model, memo)
 
 
 # Attention inside documents: packed rows without a mask of tokens x tokens.
@@ -277,8 +271,6 @@ def attend(
     bounds, lengths = documents
     if not dropout and _supports_varlen(query):
         flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        from torch.nn.attention.varlen import varlen_attn
-
         packed: torch.Tensor = varlen_attn(
             *flat, bounds, bounds, length, length, scale=scaling, window_size=(-1, 0), enable_gqa=True
         )
@@ -291,10 +283,8 @@ def attend(
 
 def _supports_varlen(query: torch.Tensor) -> bool:
     """Return whether flash attention supports the query: an Ampere or later GPU, 16 bits, heads of at most 256."""
-    if not (_HAS_VARLEN and query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256):
-        return False
-    capability: tuple[int, int] = torch.cuda.get_device_capability(query.device)
-    return capability >= (8, 0)
+    fits = query.is_cuda and query.element_size() == 2 and query.shape[-1] <= 256
+    return bool(fits and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 ALL_ATTENTION_FUNCTIONS.register(BY_DOCUMENT, attend)

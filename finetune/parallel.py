@@ -1,4 +1,4 @@
-"""Choose the layout and apply it to the model: TP, activation checkpointing, FSDP2/HSDP or DDP; pipelines.
+"""Apply the layout to the model: TP, activation checkpointing, FSDP2/HSDP or DDP; pipelines.
 
 Surface: torch's DeviceMesh, `parallelize_module`, `fully_shard`, `DistributedDataParallel`,
 `torch.distributed.pipelining`. The order is torchtitan's: each step wraps the result of the step before.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -31,9 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from contracts import trl
-from contracts.job_config import ConfigError, JobPlan, parse_layout, resolve_layout
-from contracts.layout import EIGHT_BITS, Layout
+from contracts.layout import Layout
 from finetune.model import Chunk, causal_lm, cut
 from finetune.rows import Batch
 
@@ -41,70 +38,6 @@ COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW = ("o_proj", "down_proj")
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 Fill = Callable[..., None]  # gives values to the parameters of a chunk, or of a module of it: weights.fill
-
-
-def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool) -> Layout:
-    """The layout to run: the plan's, or what its settings ask for; a contradiction between the two is refused."""
-    settings = plan.config.layout if plan.config else {}
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    if plan.layout is not None:
-        if plan.layout.world_size != world_size:
-            raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
-        for name, value in resolve_layout(settings, world_size, node).items():
-            planned = getattr(plan.layout, name)
-            if planned != value:
-                raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
-        return plan.layout
-    # without a plan one degree of data parallelism follows from the number of ranks: with hybrid_shard the replicas
-    is_hybrid = {"sharding", "dp_shard"} <= settings.keys()
-    spread = {"dp_shard": 1} if settings.get("sharding") == "ddp" else {} if is_hybrid else {"dp_replicate": 1}
-    resolved = resolve_layout({"tp": 1, "pp": 1, "cp": 1, "sharding": "zero3", **spread, **settings}, world_size, node)
-    resolved = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **resolved, "world_size": world_size}
-    if "sharding" not in settings.keys() & resolved.keys() and resolved["dp_shard"] == resolved["cp"] == 1:
-        resolved["sharding"] = "ddp"
-    if resolved["pp"] > 1:
-        resolved.setdefault("gradient_accumulation", resolved["pp"] * resolved.get("virtual_stages", 1))
-    return parse_layout(resolved, "layout")
-
-
-def list_refusals(layout: Layout, shape: Any, lora: bool) -> list[str]:
-    """Why this job cannot run the layout on a model of this transformers config; empty where it can."""
-    heads, kv_heads, inner = shape.num_attention_heads, shape.num_key_value_heads, shape.intermediate_size
-    kernel, layers = getattr(shape, "_attn_implementation", None), shape.num_hidden_layers
-    is_quantised = getattr(shape, "quantization_config", None) is not None
-    tp, pp, times = layout.tp, layout.pp, layout.gradient_accumulation
-    stages, layers_given = pp * layout.virtual_stages, sum(layout.stage_layers)
-    reasons = {
-        f"ep={layout.ep}: this job trains no experts": layout.ep > 1,
-        f"cp={layout.cp}: this job has no context parallelism; TRL's trainer has it": layout.cp > 1,
-        "sharding='zero1': fully_shard always shards gradients and weights too; use zero2 or zero3":
-            layout.sharding == "zero1" and layout.dp_shard > 1,
-        "checkpointing='selective': this job recomputes every operator of a layer or none; use full or none":
-            layout.checkpointing == "selective",
-        "compile=true: this job does not compile; TRL's trainer does (torch_compile)": layout.compile,
-        f"precision={layout.precision!r}: fp32 and bf16 are implemented": layout.precision in ("fp16", *EIGHT_BITS),
-        "offload='optimizer': fully_shard offloads weights, gradients and optimizer together; use 'all'":
-            layout.offload == "optimizer",
-        "offload='all': needs dp_shard > 1":
-            layout.offload == "all" and layout.data_parallel * tp * pp > 1 and layout.dp_shard == 1,
-        f"tp={tp}: must divide {heads} heads, {kv_heads} key/value heads and intermediate size {inner}":
-            any(size % tp for size in (heads, kv_heads, inner)),
-        f"tp={tp} with load_in_4bit: 4-bit weights are packed blocks, not matrices that split": tp > 1 and is_quantised,
-        "sequence_parallel with LoRA: adapters of row-parallel projections would need gathered tokens":
-            tp > 1 and layout.sequence_parallel and lora,
-        "sequence_parallel with attn_implementation='eager': its mask would be built for one rank's part of the "
-        "sequence": tp > 1 and layout.sequence_parallel and kernel == "eager",
-        f"stage_layers={layout.stage_layers}: add up to {layers_given}, the model has {layers}":
-            pp > 1 and bool(layout.stage_layers) and layers_given != layers,
-        f"{stages} pipeline stages: the model has {layers} layers, each stage needs one":
-            pp > 1 and (stages > layers or 0 in layout.stage_layers),
-        f"gradient_accumulation={times}: a pipeline needs at least pp={pp}": pp > 1 and times < pp,
-        f"gradient_accumulation={times}: interleaved needs a multiple of pp={pp}":
-            pp > 1 and layout.schedule == "interleaved" and times % pp > 0,
-        "pp with tied embeddings: first and last stage would each train their own copy":
-            pp > 1 and bool(getattr(shape, "tie_word_embeddings", False)),
-    }  # fmt: skip
-    return [text for text, holds in reasons.items() if holds]
 
 
 def stage_bounds(layout: Layout, layers: int) -> list[tuple[int, int]]:
@@ -185,17 +118,12 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
     tokens = Shard(1) if sequence_parallel else Replicate()
     for layer in chunk.layers:
         plan: dict[str, Any] = {}
-        for parent in ("self_attn", "mlp"):
-            for name, module in getattr(layer, parent).named_children():
-                if name not in COLUMN + ROW:
-                    continue
-                adapted, path = hasattr(module, "base_layer"), f"{parent}.{name}"
-                base = f"{path}.base_layer" if adapted else path
-                plan[base] = ColwiseParallel() if name in COLUMN else RowwiseParallel(output_layouts=tokens)
-                if adapted and name in COLUMN:
-                    plan[f"{path}.lora_B.default"] = ColwiseParallel()
-                elif adapted:
-                    plan[f"{path}.lora_A.default"] = RowwiseParallel()
+        for path, module in layer.named_modules():
+            projection = next((name for name in path.split(".") if name in COLUMN + ROW), None)
+            whole_factor = "lora_A" if projection in COLUMN else "lora_B"
+            if projection and isinstance(module, nn.Linear) and whole_factor not in path:
+                by_column = projection in COLUMN
+                plan[path] = ColwiseParallel() if by_column else RowwiseParallel(output_layouts=tokens)
         for name in ("q_norm", "k_norm"):  # Qwen 3's run on this rank's heads: their gradients are summed over ranks
             norm = getattr(layer.self_attn, name, None)
             if norm is not None and norm.weight.requires_grad:
@@ -235,9 +163,6 @@ class Engine:
     ) -> None:
         self.layout, self.device = layout, device
         self.adapters = hasattr(model, "get_base_model")
-        reasons = list_refusals(layout, causal_lm(model).config, self.adapters)
-        if reasons:
-            raise ConfigError(f"layout {layout.family}: " + "; ".join(reasons))
         bounds = stage_bounds(layout, causal_lm(model).config.num_hidden_layers)
         pp_rank = mesh.get_local_rank("pp") if mesh is not None else 0
         self.pipeline = mesh.get_group("pp") if mesh is not None and layout.pp > 1 else None

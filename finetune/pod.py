@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import signal
 import socket
@@ -51,7 +50,6 @@ _POLL_SECONDS = 0.05
 _LINE_BYTES = 4096
 _TAIL_BYTES = 65536  # of torchrun's output: its report of the failure is at the end
 _MAX_NCCL_BYTES = 16 << 20  # of each rank's log in the pod's: channels are at the beginning
-_SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +141,8 @@ class Ranks:
             settings.log("measuring what the ranks will use, before they train")
         self._over = threading.Event()
         # a thread apart from the loop that answers the other pods: the folder's file server may not answer
-        earlier = frozenset(self._nccl_logs())
-        self._nccl = threading.Thread(target=self._copy_nccl, args=(earlier,), name="NCCL's log", daemon=True)
+        offsets = dict.fromkeys(self._nccl_logs(), _MAX_NCCL_BYTES + 1)  # of earlier starts: these are not copied
+        self._nccl = threading.Thread(target=self._copy_nccl, args=(offsets,), name="NCCL's log", daemon=True)
         self._nccl.start()
         reading, writing = os.pipe()
         with os.fdopen(writing, "wb") as stream:
@@ -158,15 +156,14 @@ class Ranks:
                 self._tail = (self._tail + raw)[-_TAIL_BYTES:]
                 _write(raw)
 
-    def _copy_nccl(self, earlier: frozenset[Path]) -> None:
+    def _copy_nccl(self, offsets: dict[Path, int]) -> None:
         """Copy whole lines of this pod's NCCL logs, one file a rank, which the pod's log would not hold otherwise."""
-        offsets: dict[Path, int] = {}
         over = False
         while not over:
             over = self._over.wait(1.0)
             for path in self._nccl_logs():
                 offset = offsets.get(path, 0)
-                if path in earlier or offset > _MAX_NCCL_BYTES:
+                if offset > _MAX_NCCL_BYTES:
                     continue
                 with contextlib.suppress(OSError), path.open("rb") as stream:
                     stream.seek(offset)
@@ -462,8 +459,9 @@ def find_output(words: Sequence[str]) -> Path | None:
     plan, config = (
         Path(words[words.index(option) + 1]) if option in words[:-1] else None for option in ("--plan", "--config")
     )
+    settings = [word for word in words if "=" in word and not word.startswith(("-", "/", "."))]
     try:
-        return Path(choose_plan(plan, config, [word for word in words if _SETTING.match(word)])[1].output_dir)
+        return Path(choose_plan(plan, config, settings)[1].output_dir)
     except (ConfigError, OSError, ValueError):
         return None
 

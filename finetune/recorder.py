@@ -161,7 +161,6 @@ class Recorder:
         self.rss_peak = 0  # bytes, while loading; ru_maxrss would include the launcher's
         self.peak = 0  # of the first steps, on a CPU
         self.fullest = 0  # peak of the fullest rank, once the ranks have exchanged theirs
-        self.started = False  # the model is loaded
         self._board: Any = None
         if self.writes and plan.trl is None and plan.config and "tensorboard" in plan.config.report_to:
             from torch.utils.tensorboard import SummaryWriter
@@ -192,8 +191,9 @@ class Recorder:
 
         return torch.profiler.profile(schedule=choose, on_trace_ready=measure)
 
-    def step(self, seconds: float, loss: float, tokens: int) -> None:
-        """Record an optimizer step that has ended."""
+    def step(self, number: int, seconds: float, loss: float, tokens: int) -> None:
+        """Record an optimizer step that has ended; its number is from 1, over all starts of the run."""
+        self.record.steps_done = number
         if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
             self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
             if len(self.seconds) == MEMORY_STEPS - 1:
@@ -208,7 +208,6 @@ class Recorder:
 
     def watch_memory(self) -> None:
         """Count memory from the next step on: loading has ended."""
-        self.started = True
         if self.device.type != "cuda":
             self.rss_peak = highest_rss_bytes()
             return_freed(EXACT_BYTES)
@@ -249,7 +248,7 @@ class Recorder:
 
     def describe_memory(self, error: str) -> str:
         """Describe the memory when an allocation failed, its forecast, and what to change."""
-        moment = f"step {len(self.losses) + 1}" if self.started else "loading"
+        moment = f"step {len(self.losses) + 1}" if self.record.model.name else "loading"
         plan, forecast = self.record.plan.forecast.memory_bytes, "no plan has a forecast of its memory"
         if plan is not None:
             forecast = f"the plan's forecast is {plan.mid / GIB:.2f} GiB ({plan.low / GIB:.2f}-{plan.high / GIB:.2f})"

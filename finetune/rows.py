@@ -83,8 +83,7 @@ def find_files(config: JobConfig, split: str) -> list[Path]:
     choose = partial(files_of_split, part=config.dataset_config, split=split, setting=setting)
     if path.is_dir():
         return [path / file for file in choose(path)]
-    if path.suffix in READERS:
-        raise ConfigError(f"{setting}: no such file")
+    hub.is_id("dataset_name", name)  # refuses what is neither here nor an id
     return hub.download_data(name, config.dataset_revision, choose)
 
 
@@ -131,8 +130,14 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     import datasets
     import pyarrow.parquet
 
-    kind, number = get_reader(path), 0
+    kind, number, size = get_reader(path), 0, path.stat().st_size
     options: dict[str, Any] = {}
+    if kind != "parquet" and not size:
+        return
+    if kind == "json" and size > MAX_BYTES:
+        with path.open("rb") as file:
+            if file.read(1) == b"[":  # `datasets` reads a list whole, which takes twelve times its bytes
+                raise ConfigError(f"{path}: a JSON list of more than {MAX_BYTES >> 30} GiB: write JSON lines")
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its lines say less than the ConfigError
     try:
         if kind == "csv":  # every cell is text, also "2" and "NA"
@@ -144,21 +149,12 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
             names = pyarrow.parquet.read_schema(path).names
             columns = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
             options = {"columns": columns or None, "batch_size": BATCH}
-        size = path.stat().st_size
-        if kind != "parquet" and not size:
-            return
-        if kind == "json" and size > MAX_BYTES:
-            with path.open("rb") as file:
-                if file.read(1) == b"[":  # `datasets` reads a list whole, which takes twelve times its bytes
-                    raise ConfigError(f"{path}: a JSON list of more than {MAX_BYTES >> 30} GiB: write JSON lines")
         with TemporaryDirectory() as cache:
             rows = datasets.load_dataset(
                 kind, data_files=str(path), split="train", streaming=True, cache_dir=cache, **options
             )
             for number, members in enumerate(rows, 1):
                 yield Row(str(path), number, _without_nulls(members))
-    except ConfigError:
-        raise
     except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
         raise unreadable(f"{path}: not {kind}, after row {number}", error) from error
 
@@ -228,15 +224,12 @@ def load_tokenizer(config: JobConfig) -> Any:
 
 def _byte_tokenizer() -> Any:
     """256 bytes and three marks, made at run time: nothing to download, nothing it cannot spell."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import GPT2Tokenizer
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(["<s>", "</s>", "<pad>", *letters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")  # noqa: S106
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    vocab = {token: index for index, token in enumerate([*marks.values(), *sorted(ByteLevel.alphabet())])}
+    return GPT2Tokenizer(vocab=vocab, merges=[], unk_token=None, **marks)
 
 
 def encode_row(row: Row, tokenizer: Any, config: JobConfig) -> Example | None:
@@ -500,15 +493,15 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
     """
     if config.tokenizer_name is not None:  # the model, which may be behind a gate, spells nothing then
         config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
-    rows = load_rows(config, config.dataset_train_split) if _is_here(config) else None
     try:
         config = replace(config, **hub.resolve_commits(config))
         tokenizer = load_tokenizer(config)
     except ConfigError as error:
-        if rows is None:
+        if not _is_here(config):
             raise
-        return {"rows": len(rows), "measured": 0, "histogram": [], "why": str(error)}
-    rows = rows or load_rows(config, config.dataset_train_split)
+        count = len(load_rows(config, config.dataset_train_split))
+        return {"rows": count, "measured": 0, "histogram": [], "why": str(error)}
+    rows = load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
     uncut = replace(config, max_length=LONGEST)
     encoded = [encode_row(row, tokenizer, uncut) for row in picked]

@@ -13,6 +13,7 @@ import importlib.util
 import math
 import os
 import signal
+import statistics
 import sys
 import time
 from typing import Any
@@ -32,6 +33,7 @@ from contracts.job_config import ConfigError, JobConfig, JobPlan
 from contracts.layout import Layout
 from contracts.run_record import EffectiveLayout, EvalLoss, RunModel
 from finetune import checkpoint, hub, loop, recorder, rows, verify
+from planner.stacks.exports import make_trl_settings
 
 
 def train(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) -> None:
@@ -43,7 +45,7 @@ def train(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) ->
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     run_recorder.find_fullest_rank()
     record.checkpoint = get_last_checkpoint(args.output_dir)
-    if trainer.seen.stopped and trainer.state.global_step < trainer.state.max_steps:
+    if trainer.stopped and trainer.state.global_step < trainer.state.max_steps:
         raise loop.StoppedError(f"SIGTERM: saved at step {trainer.state.global_step}; start again to resume")
     trainer.save_model(args.output_dir)
     setattr(record, "adapter" if config.use_peft else "saved_model", args.output_dir)
@@ -65,39 +67,21 @@ def _make_trainer(config: JobConfig, layout: Layout, run_recorder: recorder.Reco
         net = transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
     args.model_init_kwargs = None
     counts = net.num_parameters()
-    recording = Recording(layout, run_recorder)
     try:
         trainer = _Trainer(
-            model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
-            processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model), callbacks=[recording],
+            layout, run_recorder, model=net, args=args, train_dataset=train_rows, eval_dataset=test_rows,
+            processing_class=rows.load_tokenizer(config), peft_config=trl.get_peft_config(model),
         )  # fmt: skip
     except (ValueError, TypeError, ImportError, KeyError) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the run: {error}") from error
-    trainer.seen, recording.trainer = recording, trainer
     trainer.remove_callback(transformers.PrinterCallback)
-    net, examples = trainer.model, trainer.train_dataset
-    lengths = [len(row["input_ids"]) for row in examples.take(1000)]
-    mean = sum(lengths) / len(lengths)
-    trainable = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    lengths = [len(row["input_ids"]) for row in trainer.train_dataset.take(1000)]
+    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     run_recorder.record.model = RunModel(name=config.model_name_or_path, parameters=counts, trainable=trainable)
-    run_recorder.record.data = {"name": config.dataset_name, "mean_tokens": mean}
+    run_recorder.record.data = {"name": config.dataset_name, "mean_tokens": statistics.fmean(lengths)}
     run_recorder.note(f"trained by TRL {trl.__version__}'s SFTTrainer")
     run_recorder.write()
     return trainer
-
-
-class _Trainer(trl.SFTTrainer):  # type: ignore[misc, unused-ignore]
-    """TRL's trainer, which reports the loss and the tokens of each micro-batch to the callbacks."""
-
-    seen: Recording
-
-    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """One micro-batch."""
-        mask = inputs.get("attention_mask")
-        tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
-        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
-        self.seen.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
-        return loss
 
 
 # Its inputs: the arguments of TRL's parser, from the plan, and the rows.
@@ -122,40 +106,28 @@ def parse(plan: JobPlan, config: JobConfig, layout: Layout, on_gpu: bool, note: 
         if missing:
             note(f"report_to: not installed: {', '.join(sorted(missing))}; metrics.jsonl holds the same numbers")
         settings["report_to"] = sorted(targets - missing) or "none"
+    of_layout = make_trl_settings(layout)
+    accumulation = of_layout.pop("accelerator_config", {}).get("gradient_accumulation_kwargs", {})
+    if max(layout.tp, layout.cp) > 1 or ("fsdp" in of_layout and layout.dp_replicate > 1):
+        of_layout["parallelism_config"] = ParallelismConfig(
+            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp, cp_size=layout.cp
+        )
     parser = trl.TrlParser((trl.ScriptArguments, trl.SFTConfig, trl.ModelConfig, trl.DatasetMixtureConfig))
-    unknown = parser.set_defaults_with_config(**{**settings, **_translate_layout(layout, on_gpu, settings)})[::2]
+    unknown = parser.set_defaults_with_config(**{**settings, **of_layout, "use_cpu": not on_gpu})[::2]
     for name in (option.removeprefix("--") for option in unknown):
-        if name not in names.option_names()["no_effect"]:
+        if name not in {*names.option_names()["no_effect"], *names.option_names()["only"]}:
             raise ConfigError(f"unknown setting {name!r}: TRL {trl.__version__} has no such setting")
         note(f"{name}: no effect, TRL {trl.__version__} has no such setting")
     try:
-        return tuple(parser.parse_args_into_dataclasses(args=[]))
+        parsed = tuple(parser.parse_args_into_dataclasses(args=[]))
     except (OSError, ValueError, TypeError, ImportError, SystemExit) as error:
         raise ConfigError(f"TRL {trl.__version__} refuses the settings: {error}") from error
-
-
-def _translate_layout(layout: Layout, on_gpu: bool, given: dict[str, Any]) -> dict[str, Any]:
-    recompute, sharded = layout.checkpointing != "none", layout.sharding == "zero3" and layout.dp_shard > 1
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": layout.micro_batch, "bf16": layout.precision == "bf16",
-        "gradient_accumulation_steps": layout.gradient_accumulation, "fp16": layout.precision == "fp16",
-        "torch_compile": layout.compile, "use_cpu": not on_gpu, "gradient_checkpointing": recompute and not sharded,
-    }  # fmt: skip
-    if sharded:  # 4-bit weights stored in another type are not sharded. FSDP recomputes by itself
-        settings["bnb_4bit_quant_storage"] = {"bf16": "bfloat16", "fp16": "float16"}.get(layout.precision, "float32")
-        settings["fsdp"], settings["fsdp_config"] = True, {
-            "version": 2, "reshard_after_forward": layout.reshard_after_forward, "activation_checkpointing": recompute,
-            "cpu_offload": layout.offload == "all", "cpu_ram_efficient_loading": True,
-        }  # fmt: skip
-    config = given.get("accelerator_config") or {}
-    if (sharded or layout.cp > 1) and isinstance(config, dict):  # not the name of a file
-        options = {"sync_each_batch": True, **(config.get("gradient_accumulation_kwargs") or {})}  # or FSDP shards late
-        settings["accelerator_config"] = {**config, "gradient_accumulation_kwargs": options}
-    if max(layout.tp, layout.cp) > 1 or (sharded and layout.dp_replicate > 1):
-        settings["parallelism_config"] = ParallelismConfig(
-            dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, tp_size=layout.tp, cp_size=layout.cp
-        )
-    return settings
+    accelerator = parsed[1].accelerator_config  # read by transformers: from a mapping, JSON text or a file
+    given = accelerator.gradient_accumulation_kwargs
+    if not isinstance(given, dict | None):
+        raise ConfigError(f"accelerator_config.gradient_accumulation_kwargs={given!r}: must be a mapping")
+    accelerator.gradient_accumulation_kwargs = {**accumulation, **(given or {})}
+    return parsed
 
 
 def load_data(plan: JobPlan, config: JobConfig, script: Any, mixture: Any, tested: bool) -> tuple[Any, Any]:
@@ -208,20 +180,30 @@ def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
 # What is recorded of the run, and what stops it.
 
 
-class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Writes the run's record as the built-in trainer does, and stops the run on SIGTERM or a loss that diverges."""
+class _Trainer(trl.SFTTrainer, transformers.TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """TRL's trainer as its own callback.
 
-    trainer: transformers.Trainer  # set before it trains: it takes its callbacks when it is made
+    It writes the run's record as the built-in trainer does, and stops on SIGTERM or a loss that diverges.
+    """
 
-    def __init__(self, layout: Layout, run_recorder: recorder.Recorder) -> None:
+    def __init__(self, layout: Layout, run_recorder: recorder.Recorder, **options: Any) -> None:
         self.layout, self.recorder, self.device = layout, run_recorder, run_recorder.device
         self.stop_requested, self.stopped, self.began = False, False, 0.0
         self.sums = torch.zeros(2, dtype=torch.float64)  # loss and tokens of this rank's micro-batches
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stop_requested", True))
+        super().__init__(callbacks=[self], **options)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """One micro-batch."""
+        mask = inputs.get("attention_mask")
+        tokens = inputs["input_ids"].numel() if mask is None else mask.sum()
+        loss: torch.Tensor = super().training_step(model, inputs, *arguments, **options)
+        self.sums += torch.tensor([float(loss), float(tokens)], dtype=torch.float64)
+        return loss
 
     def on_train_begin(self, *_: Any, **_words: Any) -> None:
         """Check that the layout which was built is the layout of the plan."""
-        verify.check(self.recorder.record, self.layout, observe(self.trainer, self.device))
+        verify.check(self.recorder.record, self.layout, observe(self))
         self.recorder.watch_memory()
 
     def on_step_begin(self, *_: Any, **_words: Any) -> None:
@@ -238,8 +220,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         loss, tokens, stop = sums.tolist()
         self.sums.zero_()
         mean = loss / layout.world_size
-        self.recorder.step(seconds, mean, round(tokens / (layout.tp * layout.cp)))
-        self.recorder.record.steps_done = state.global_step
+        self.recorder.step(state.global_step, seconds, mean, round(tokens / (layout.tp * layout.cp)))
         if len(self.recorder.losses) == 1:  # what a step needs is connected now
             verify.require_equal(verify.record_transports(self.recorder.record))
             self.recorder.write()
@@ -263,7 +244,7 @@ class Recording(transformers.TrainerCallback):  # type: ignore[misc, unused-igno
         self.recorder.write()
 
 
-def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLayout:
+def observe(trainer: _Trainer) -> EffectiveLayout:
     """Return the layout that accelerate built, read from its objects."""
     model, accelerator = trainer.model_wrapped, trainer.accelerator
     layers = trainer.model.config.get_text_config().num_hidden_layers  # Gemma 3 also has an image model
@@ -272,7 +253,7 @@ def observe(trainer: transformers.Trainer, device: torch.device) -> EffectiveLay
         trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.activation_checkpointing
     )
     return EffectiveLayout(
-        **verify.observe_modules([model], dict(model.named_parameters()), device, cp), pp=1, stage_layers=[layers],
+        **verify.observe_modules([model], dict(model.named_parameters()), trainer.device, cp),
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        checkpointed_layers=layers if recomputes else 0,
+        pp=1, stage_layers=[layers], checkpointed_layers=layers if recomputes else 0,
     )  # fmt: skip

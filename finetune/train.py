@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -26,8 +25,8 @@ from contracts.job_config import ConfigError, EndedError, choose_plan
 from contracts.run_record import RESUMABLE
 from finetune import channels, checkpoint, hub, post, rank_monitor
 from finetune.loop import Trainer
-from finetune.parallel import settle_layout
 from finetune.recorder import MemoryRanOutError, Recorder, is_out_of_memory
+from planner.stacks.exports import settle_layout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _report(ConfigError(f"output_dir={config.output_dir!r}: the folder cannot be made: {error.strerror}"))
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # its calls of deprecated names
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # rank 0 exports alone
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, whose CPU kernels are a download more
     logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr)
-    before = signal.getsignal(signal.SIGTERM)
     if torch.cuda.is_available():
         channels.start_log(Path(config.output_dir) / "nccl")
     device = join_ranks(Path(config.output_dir))
@@ -56,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ended: EndedError | None = None
     alone = False  # only this rank ends here; the others wait for it, perhaps in a collective, until torchrun ends them
     try:
-        layout = settle_layout(plan, dist.get_world_size(), device.type == "cuda")
+        world = dist.get_world_size()
+        layout = settle_layout(plan, world, device.type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", world)))
         plan = dataclasses.replace(plan, layout=layout)
         recorder = Recorder(Path(config.output_dir), plan, layout, device)
         config = dataclasses.replace(config, **checkpoint.on_rank_zero(partial(hub.resolve_commits, config)))
@@ -66,9 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             sft_trl.train(config, layout, recorder)
         else:
-            trainer = Trainer(config, layout, recorder)
-            trainer.train()
-            export(trainer)
+            Trainer(config, layout, recorder).train()
     except EndedError as error:
         ended = error
     except OSError as error:
@@ -90,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.barrier()
     if not alone or dist.get_world_size() == 1:
         dist.destroy_process_group()
-    signal.signal(signal.SIGTERM, before)
     return code
 
 
@@ -106,27 +103,17 @@ def join_ranks(folder: Path) -> torch.device:
     The monitor, which writes into `folder`, starts before the ranks meet.
     """
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = bound = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"  # gloo too: checkpoints are agreed on over the CPU
     else:
-        device, backend = torch.device("cpu"), "gloo"
-    bound = device if device.type == "cuda" else None  # NCCL connects at once, and no barrier has to guess a GPU
+        device, bound, backend = torch.device("cpu"), None, "gloo"
     if "RANK" in os.environ:
         join = rank_monitor.starting(dist.init_process_group, folder)
-        join(backend, device_id=bound, timeout=checkpoint.WAIT)
+        join(backend, device_id=bound, timeout=checkpoint.WAIT)  # NCCL connects at once, and no barrier guesses a GPU
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
-
-
-def export(trainer: Trainer) -> None:
-    """Adapter and merged model, or the whole model, from the last checkpoint."""
-    record, last = trainer.recorder.record, checkpoint.list_checkpoints(trainer.store.folder)[-1]
-    record.checkpoint = str(last)
-    write = partial(checkpoint.export, trainer.config, trainer.layout.precision, last, trainer.tokenizer)
-    for name, path in checkpoint.on_rank_zero(write).items():
-        setattr(record, name, path)
 
 
 if __name__ == "__main__":

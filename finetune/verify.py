@@ -96,9 +96,7 @@ def _observe_precision(engine: Engine) -> str:
 def _reshards(roots: Sequence[nn.Module]) -> bool | None:
     """Whether layers release gathered weights between forward and backward pass; None if none are sharded."""
     inner = [one for root in roots for one in root.modules() if isinstance(one, FSDPModule) and one is not root]
-    states = [module._get_fsdp_state() for module in inner]
-    # of one module several groups from torch 2.13 on, one or none before
-    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", [getattr(s, "_fsdp_param_group", None)]) if g]
+    groups = [group for module in inner for group in module._get_fsdp_state()._fsdp_param_groups]
     return all(group._reshard_after_forward for group in groups) if groups else None
 
 

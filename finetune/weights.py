@@ -60,8 +60,6 @@ class Stored:
 
     def read(self, name: str, part: Part = WHOLE) -> torch.Tensor:
         """Read a part of a parameter. The file is mapped into memory, so that other parts take no memory."""
-        if name not in self._file_of and name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
-            name = "model.embed_tokens.weight"
         if name not in self._file_of:
             raise ConfigError(f"{self._named}: its safetensors files hold no {name}")
         tensor: torch.Tensor = self._file_of[name].get_slice(name)[part]
@@ -79,8 +77,6 @@ class Drawn:
     def read(self, name: str, part: Part = WHOLE) -> torch.Tensor:
         """Draw the whole parameter again for each call, and return a part of it."""
         path, _, key = name.rpartition(".")
-        if name == "lm_head.weight" and self.plain.config.tie_word_embeddings:
-            path = "model.embed_tokens"
         module = copy.deepcopy(self.plain.get_submodule(path)).to_empty(device="cpu").float()
         with torch.random.fork_rng(devices=()), torch.no_grad():
             torch.default_generator.manual_seed(_derive_seed(self.seed, f"{path}.{key}"))
@@ -105,18 +101,16 @@ def fill(source: Source, seed: int, net: nn.Module, device: torch.device, within
             if p is None or not p.is_meta:
                 continue
             name = f"{path}.{key}".removeprefix("net.").removeprefix("base_model.model.")
+            plain_name = _WRAPPED.sub(".", name)  # in the model without adapters
+            if plain_name == "lm_head.weight" and source.plain.config.tie_word_embeddings:
+                plain_name = "model.embed_tokens.weight"
             if type(p).__name__ == "Params4bit":
-                _quantise(p, module, source.read(plain_name(name)), device)
+                _quantise(p, module, source.read(plain_name), device)
                 continue
             parameter = nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad)
             torch.utils.swap_tensors(p, parameter)
-            is_factor = _FACTOR.search(name)
-            place(p, _factor(name, p.shape, seed).__getitem__ if is_factor else partial(source.read, plain_name(name)))
-
-
-def plain_name(name: str) -> str:
-    """The name of a weight in the model without adapters."""
-    return _WRAPPED.sub(".", name)
+            factor = _FACTOR.search(name)
+            place(p, _draw_factor(factor, seed, p.shape).__getitem__ if factor else partial(source.read, plain_name))
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator, unused-ignore]
@@ -139,13 +133,12 @@ def _quantise(p: Any, module: nn.Module, value: torch.Tensor, device: torch.devi
     module.weight = parameter
 
 
-def _factor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+def _draw_factor(match: re.Match[str], seed: int, shape: Sequence[int]) -> torch.Tensor:
     """PEFT's own start of a LoRA factor: A as a linear layer's weights, B zero; of embeddings A zero and B normal."""
-    match = _FACTOR.search(name)
-    embedding, letter = match.groups() if match else (None, "")
+    embedding, letter = match.groups()
     values = torch.zeros(*shape)
     with torch.random.fork_rng(devices=()):
-        torch.default_generator.manual_seed(_derive_seed(seed, name))
+        torch.default_generator.manual_seed(_derive_seed(seed, match.string))
         if embedding and letter == "B":
             return values.normal_()
         return values if embedding or letter == "B" else nn.init.kaiming_uniform_(values, a=math.sqrt(5))

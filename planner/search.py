@@ -15,21 +15,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from contracts.layout import EIGHT_BITS, Checkpointing, Layout, Precision, Schedule, Sharding
+from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
 from hardware.gpus import find_gpu
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
 from planner.forecast.calibration import SIGMAS, bytes_that_fit, memory_interval, widths
 from planner.forecast.compute import Job
-from planner.forecast.engine import NF4_BYTES, Engine, uneven_stages
+from planner.forecast.engine import NF4_BYTES, uneven_stages
 from planner.forecast.links import Links
 from planner.forecast.memory import MemoryParts, memory_of
-from planner.forecast.specs import ModelSpec, TrainSpec, weights
+from planner.forecast.specs import weights
 from planner.forecast.step_time import StepParts, forecast_step
+from planner.stacks.limits import Broken, check_split, check_stages, check_weights, explain_lack, most_chunks
 
 # -- rules
-
-Broken = Iterator[tuple[str, str]]  # names of rules, and their reasons
 
 
 def list_broken(job: Job, layout: Layout) -> Broken:
@@ -45,7 +44,9 @@ def first_broken(job: Job, layout: Layout) -> tuple[str, str] | None:
 
 def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
     """Yield the violated rules that need no whole layout, so they can already reject a degree."""
-    yield from _check_tensors(job, layout)
+    yield from check_split(job.engine, job.model, layout)
+    if layout.tp > job.links.island_size and (leaves := _leaves_island(job, layout)):
+        yield "tp-inside-island", leaves
     yield from _check_rows(job, layout)
     yield from _check_model(job, layout)
     if lacks := explain_lack(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
@@ -55,40 +56,12 @@ def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
 
 
 def list_broken_by_batch(job: Job, at: Layout) -> Broken:
-    """Yield the violated rules about pipeline chunks and micro-batches.
-
-    Each chunk has at least one layer, or the embedding or the head. With fewer micro-batches than stages a pipeline is
-    never full, and torch's 1F1B schedule rejects it. The global batch is divided evenly.
-    """
-    layers, times, batch = job.model.layers, at.gradient_accumulation, job.train.global_batch
-    if at.pp * at.virtual_stages > (most_chunks(job) if at.virtual_stages > 1 else layers):
-        yield "enough-layers", f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {layers}"
-    if at.stage_layers and sum(at.stage_layers) != layers:
-        yield "stages-sum", f"stage_layers add up to {sum(at.stage_layers)}, the model has {layers} layers"
-    if at.pp > 1 and times < at.pp:
-        yield "enough-micro-batches", f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {times}"
-    elif at.virtual_stages > 1 and times % at.pp:
-        reason = f"{times} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
-        yield "enough-micro-batches", reason
+    """Yield the violated rules about pipeline chunks and micro-batches. The global batch is divided evenly."""
+    yield from check_stages(job.engine, job.model, at)
+    batch = job.train.global_batch
     if batch is not None and at.global_batch != batch:
-        reason = f"{at.micro_batch} x {times} x {at.data_parallel} ranks is not the global batch {batch}"
-        yield "batch-divides", reason
-
-
-def _check_tensors(job: Job, layout: Layout) -> Broken:
-    """Tensor parallelism splits whole attention heads and the columns of the MLP evenly, within an NVLink island."""
-    model = job.model
-    if model.heads % layout.tp:
-        yield "heads-divide", f"{model.heads} attention heads are not divisible by TP={layout.tp}"
-    # Megatron replicates key and value heads if there are too few.
-    if model.kv_heads % layout.tp and not (job.engine.copies_kv_heads and layout.tp % model.kv_heads == 0):
-        yield "kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={layout.tp}"
-    columns = [model.expert_ffn, model.shared_expert_ffn] if model.experts else [model.ffn]
-    columns += [model.ffn] if model.dense_layers else []
-    if uneven := next((width for width in columns if width % layout.tp), None):
-        yield "ffn-divides", f"MLP width {uneven} is not divisible by TP={layout.tp}"
-    if layout.tp > job.links.island_size and (leaves := _leaves_island(job, layout)):
-        yield "tp-inside-island", leaves
+        times = f"{at.micro_batch} x {at.gradient_accumulation} x {at.data_parallel} ranks"
+        yield "batch-divides", f"{times} is not the global batch {batch}"
 
 
 def _leaves_island(job: Job, layout: Layout) -> str | None:
@@ -101,11 +74,6 @@ def _leaves_island(job: Job, layout: Layout) -> str | None:
     if job.links.island_size == 1:
         return f"TP={layout.tp} would cross the {slow.bytes_per_second / GIGA:.3g} GB/s {slow.link} (no NVLink)"
     return f"TP={layout.tp} needs more GPUs than the {job.links.island_size} that NVLink connects"
-
-
-def most_chunks(job: Job) -> int:
-    """Return how many chunks an interleaved pipeline may have."""
-    return job.model.layers + (2 if job.engine.empty_ends else 0)
 
 
 def _check_rows(job: Job, layout: Layout) -> Broken:
@@ -128,66 +96,19 @@ def _check_rows(job: Job, layout: Layout) -> Broken:
 def _check_model(job: Job, layout: Layout) -> Broken:
     """The model can be trained with rows of this length, and the GPU supports the number format.
 
-    A learned position table has a maximum length. Quantised weights have no gradient, and the fine-tune job cannot load
-    them (finetune/model.py).
+    A learned position table has a maximum length.
     """
     model, cc = job.model, job.compute_capability
     if model.family == "gpt2" and model.max_positions and job.train.sequence_length > model.max_positions:
         reason = f"sequence length {job.train.sequence_length} is beyond the model's {model.max_positions} positions"
         yield "positions-reach", reason
-    if model.quantised and (job.train.method == "full" or not job.engine.loads_quantised):
-        reason = f"the weights are quantised ({model.quantised}): name the model that they were made from"
-        yield "weights-can-train", reason
+    yield from check_weights(job.engine, model, job.train)
     needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(layout.precision)
     if needed and cc is not None and cc < needed:
         reason = f"{layout.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
         yield "precision-exists", reason
     elif layout.precision == "mxfp8" and cc is not None and cc >= (12, 0):
         yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
-
-
-def explain_lack(engine: Engine, model: ModelSpec, train: TrainSpec, at: Layout, *, has_gpu: bool) -> str | None:
-    """Return what the engine lacks to run a layout with this method."""
-    name, can = engine.name, engine.can
-    if not has_gpu and engine.without_gpu is not None:
-        name, can = f"{name} on a CPU", engine.without_gpu
-    if missing := next((_PARALLEL.get(word, word) for word in _list_parallelism(at) if word not in can), None):
-        return f"{name} does not support {missing}"
-    if model.mamba_layers and not ("mamba" in can and train.method == "full"):
-        return f"layers with Mamba-2, as in {model.name}, are forecast for full fine-tuning with megatron only"
-    return engine.refuses(model, train, at) or next(_list_missing_options(engine, name, train, at, has_gpu), None)
-
-
-_PARALLEL = {"sp": "sequence parallelism", **{word: word.upper() for word in ("tp", "pp", "cp", "ep", "hsdp", "ddp")}}
-
-
-def _list_parallelism(layout: Layout) -> Iterator[str]:
-    """Yield what an engine must be able to do for a layout, as in `Engine.can`."""
-    yield from (word for word in ("tp", "pp", "cp", "ep") if getattr(layout, word) > 1)
-    sharded = layout.dp_shard > 1 and layout.sharding != "ddp"
-    hybrid = sharded and layout.sharding == "zero3" and layout.dp_replicate > 1
-    others = (("sp", layout.sequence_parallel), (layout.sharding, sharded), ("hsdp", hybrid),
-              ("ddp", layout.data_parallel > 1 and not sharded))  # fmt: skip
-    yield from (word for word, needed in others if needed)
-
-
-def _list_missing_options(engine: Engine, name: str, train: TrainSpec, layout: Layout, has_gpu: bool) -> Iterator[str]:
-    if layout.precision in EIGHT_BITS and layout.precision not in engine.eight_bits:
-        yield f"{name} does not support {layout.precision}"
-    if layout.checkpointing not in engine.checkpointing:
-        yield f"{name} does not support {layout.checkpointing} checkpointing"
-    if layout.offload not in ("none", *engine.offloads):
-        yield f"{name} does not support offloading ({layout.offload})"
-    if layout.offload != "none" and not has_gpu:
-        yield "offloading needs a GPU: without one, everything is in host memory already"
-    if layout.offload == "all" and not (engine.as_run(layout).sharding == "zero3" and layout.dp_shard > 1):
-        yield "offload of the weights needs them sharded (FSDP or ZeRO-3)"
-    if train.method not in engine.methods:
-        yield f"{engine.name} does not support {train.method}; it trains {' and '.join(sorted(engine.methods))}"
-    if train.method == "qlora" and not has_gpu:
-        yield "QLoRA needs a GPU: the time that a CPU takes to unpack 4-bit weights cannot be forecast"
-    if train.method == "qlora" and (layout.tp > 1 or layout.cp > 1):  # pipeline stages have whole layers
-        yield "QLoRA's 4-bit blocks do not split over TP or CP"
 
 
 def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
@@ -348,9 +269,10 @@ def _list_virtuals(job: Job, split: Layout, requested: object) -> Iterator[int]:
     yield 1
     if split.pp == 1 or split.gradient_accumulation % split.pp:
         return
+    most = most_chunks(job.engine, job.model)
     for v in range(16, 1, -1):
         # Embedding and head count as one layer each, so the first and last chunk may have one layer less.
-        if split.pp * v <= most_chunks(job) and (-job.model.layers % (split.pp * v) <= 2 or v == requested):
+        if split.pp * v <= most and (-job.model.layers % (split.pp * v) <= 2 or v == requested):
             yield v
 
 

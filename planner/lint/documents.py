@@ -145,7 +145,7 @@ def read_documents(text: str, kind: str, first: int) -> tuple[str, dict[str, Scr
     branches = [_parse(each, kind, first) for each in texts]
     scripts: dict[str, Script] = {}
     for number, documents in enumerate(branches):
-        for source, script in _Walk(documents).found.items():
+        for source, script in _Walk(documents, text).found.items():
             before = scripts.setdefault(source, Script() if number else script)
             if number:
                 changed = {name: each for name, each in script.always.items() if each != before.always.get(name)}
@@ -195,7 +195,7 @@ def _name_form(documents: list[Any], kind: str) -> str:
 class _Walk:
     """Collects variables from objects of any kind. Raises EnvironmentTextError if they are nested too deeply."""
 
-    def __init__(self, documents: list[Any]) -> None:
+    def __init__(self, documents: list[Any], text: str) -> None:
         self.found: dict[str, Script] = {}
         self._configs: dict[str, str] = {}  # place -> "ConfigMap NAME", or "service NAME" of a Compose file
         self._included: list[tuple[Script, str, str]] = []  # of each envFrom or `extends`: such a name, and its prefix
@@ -208,8 +208,8 @@ class _Walk:
             titles[name := title(document)] += 1
             self._visit(document, f"{name} ({titles[name]})" if titles[name] > 1 else name, 0)
         self._take_configs()
-        versions = {str(each.get("apiVersion")) for each in documents if isinstance(each, dict)}
-        _compare_replicas(self.found, over_ssh="kubeflow.org/v2beta1" in versions)  # version 1 of MPIJob uses exec
+        # Version 1 of MPIJob starts ranks with exec. A Worker may write its variables to a file that its sshd reads
+        _compare_replicas(self.found, over_ssh="kubeflow.org/v2beta1" in text and "/environment" not in text)
 
     def _take_configs(self) -> None:
         """Add the values of ConfigMaps and extended services to places; `env` and a later `envFrom` override them."""

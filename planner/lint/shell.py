@@ -52,7 +52,6 @@ _MAX_LAUNCHES = 1000  # launches or ways with different settings
 
 _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
 _SCHEDULED = re.compile(rb"(?m)^\s*#(?:SBATCH|PBS|BSUB|FLUX:)\s")  # its daemons start ranks with all variables
-_EXPORTS_PAIR = re.compile(rb"\bexport[ \t]+[\"']?\$\{?\w+\}?[\"']?=")  # name and value are arguments of the function
 _LITERAL = re.compile(r"[\w./:-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
@@ -131,6 +130,7 @@ class _Reader(Expander):
         self._parse = cache(lambda text: parse(text.encode("utf-8", "replace")))  # once for all ways
         self._active: tuple[str, ...] = ()  # functions on the call stack
         self._arguments = [OPEN]  # of the function that is followed; those of the script are unknown
+        self._pair = ""  # argument of `export` that this function has set already
         self._hidden: dict[str, Assigned | None] = {}  # what local variables of the function hide
         self._left = ""  # how this block was left: exit, return, break or continue
         self._target = ""  # the file or program that gets the output; empty: none that is known
@@ -486,7 +486,7 @@ class _Reader(Expander):
                 name, equals, value = word.text.partition("=")
                 options += f" {name}" if name[:1] in ("-", "+") else ""
                 assigned.append(Assigned(name, value, value, line, exported=False, unset=not equals))
-                if OPEN in name and NAME.match(name.replace(OPEN, "A")):
+                if OPEN in name and NAME.match(name.replace(OPEN, "A")) and word.text != self._pair:
                     self._report(line, f"the names of the variables that {keyword} gets are unknown")
         exports = keyword == "export" or re.search(r"-\w*x", options) is not None
         if keyword != "unset" and re.search(r"-\w*n|\+\w*x", options):  # `export -n` and name references
@@ -568,16 +568,16 @@ class _Reader(Expander):
         """Follow the call of a function. Its arguments may be a command that it runs. Recursion is not followed."""
         body, source, first = self.scope.functions[command[0].text]
         self._called.add(command[0].text)
-        exports_pair = _EXPORTS_PAIR.search(source, body.start_byte, min(body.end_byte, body.start_byte + 1000))
-        if exports_pair and len(command) == 3 and NAME.match(command[1].text):
+        text = source[body.start_byte : body.end_byte][:1000].decode(errors="replace")
+        is_pair = len(command) == 3 and NAME.match(command[1].text) and pattern("exports_pair").match(text)
+        if is_pair:
             self.set(Assigned(command[1].text, command[2].text, command[2].raw, line), exported=True)
-            return
-        if any(NAMED.search(word.text) for word in command[1:]):
+        elif any(NAMED.search(word.text) for word in command[1:]):
             with self.during(scope=self.scope.copy()):
                 self._start([Word("env", "env"), *command[1:]], 0, line)
         active = (*self._active, command[0].text)
-        arguments = [each.text for each in command[1:]]
-        with self.during(source=source, first=first, loops=0, _active=active, _hidden={}, _arguments=arguments):
+        state = {"_arguments": [each.text for each in command[1:]], "_pair": f"{OPEN}={OPEN}" if is_pair else ""}
+        with self.during(source=source, first=first, loops=0, _active=active, _hidden={}, **state):
             self._follow([body])
             self._restore(self._hidden)
         self._left = "" if self._left == "return" else self._left

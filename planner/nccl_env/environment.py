@@ -75,13 +75,13 @@ def note_unsupported(case: Situation) -> Note | None:
     """Report AMD GPUs and Gaudi: for RCCL and HCCL, NCCL's variables have another meaning or none."""
     if not case.unsupported:
         return None
-    kind = UNSUPPORTED[case.backend]
+    kind, library = UNSUPPORTED[case.backend], case.backend.upper()
     gpus = {node.hostname: node.unsupported_gpus() for node in case.nodes}
     evidence = by_host((host, f"{len(places)} {kind} ({places[0]})") for host, places in gpus.items() if places)
     how = "seen (PCI class and vendor)" if any(node.snapshot for node in case.nodes) else "of the catalogue"
     platform = next((row.name for node in case.nodes if (row := recognise(node)) is not None and row.amd), "")
-    fields = {"how": how, "platform": platform, "gpus": kind, "library": case.backend.upper()}
-    return note("rccl.not_judged", evidence, *["rccl.published"] * bool(platform), **fields)
+    extra = ["rccl.published"] * bool(platform)
+    return note("rccl.not_judged", evidence, *extra, how=how, platform=platform, gpus=kind, library=library)
 
 
 def vendor_script(case: Situation) -> Note | None:

@@ -1,4 +1,4 @@
-"""Layouts in the configuration formats of the training stacks.
+"""Layouts in the configuration formats of the training stacks, and the layout that the fine-tune job reads back.
 
 Surfaces: contracts.job_config (names in the YAML of the fine-tune job); accelerate 1.15 ClusterConfig,
 FullyShardedDataParallelPlugin (FSDP2) and ParallelismConfig; transformers 5 TrainingArguments; DeepSpeed's JSON through
@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
+from contracts import trl
+from contracts.job_config import ConfigError, JobPlan, parse_layout, resolve_layout
 from contracts.layout import Layout
 from contracts.tables import read_table
 from planner.advice import ExportError, ExportRequest, render
 from planner.forecast.engine import ZERO_STAGES
 from planner.forecast.models import hub_id
-from planner.search import explain_lack
 from planner.stacks import ENGINES, TOPOFLIGHT, is_sharded, is_wrapped
+from planner.stacks.limits import explain_lack
 
 _TABLE = read_table(__file__, "exports.toml")
 FORMATS = tuple(_TABLE["format"])
@@ -63,6 +65,15 @@ def export(name: str, request: ExportRequest) -> str:
     return comments + yaml.safe_dump(yaml.safe_load(text), sort_keys=False)  # in PyYAML's format
 
 
+def make_trl_settings(layout: Layout) -> dict[str, Any]:
+    """Return the settings of TRL's trainer that a layout decides, by name; the fine-tune job sets them too."""
+    import yaml
+
+    text = render("trl_layout.yaml", layout=layout, sharded=is_sharded(layout), four_bit=True)
+    settings: dict[str, Any] = yaml.safe_load(text)
+    return settings
+
+
 def list_unwritten(request: ExportRequest) -> list[str]:
     """Say why formats of the layout's own engine cannot express it."""
     formats = (name for name in FORMATS if _TABLE["format"][name]["stack"] == request.train.engine)
@@ -92,3 +103,29 @@ def _is_among(value: Any, condition: Any) -> bool:
     if isinstance(value, str):
         return value in condition
     return bool(condition[0] <= value <= condition[1])
+
+
+def settle_layout(plan: JobPlan, world_size: int, has_gpu: bool, ranks_per_node: int | None = None) -> Layout:
+    """Return the layout that the fine-tune job runs: the plan's, or the one that its settings, as exported, describe.
+
+    Raises ConfigError if the two contradict each other.
+    """
+    settings, node = plan.config.layout if plan.config else {}, ranks_per_node or world_size
+    if plan.layout is not None:
+        if plan.layout.world_size != world_size:
+            raise ConfigError(f"the plan's world_size is {plan.layout.world_size}, {world_size} ranks were started")
+        for name, value in resolve_layout(settings, world_size, node).items():
+            planned = getattr(plan.layout, name)
+            if planned != value:
+                raise ConfigError(f"the config says {trl.spelled(name, value)}, the plan {trl.spelled(name, planned)}")
+        return plan.layout
+    # without a plan one degree of data parallelism follows from the number of ranks: with hybrid_shard the replicas
+    is_hybrid = {"sharding", "dp_shard"} <= settings.keys()
+    spread = {"dp_shard": 1} if settings.get("sharding") == "ddp" else {} if is_hybrid else {"dp_replicate": 1}
+    resolved = resolve_layout({"tp": 1, "pp": 1, "cp": 1, "sharding": "zero3", **spread, **settings}, world_size, node)
+    resolved = {"precision": "bf16" if has_gpu else "fp32", "micro_batch": 8, **resolved, "world_size": world_size}
+    if "sharding" not in settings.keys() & resolved.keys() and resolved["dp_shard"] == resolved["cp"] == 1:
+        resolved["sharding"] = "ddp"
+    if resolved["pp"] > 1:
+        resolved.setdefault("gradient_accumulation", resolved["pp"] * resolved.get("virtual_stages", 1))
+    return parse_layout(resolved, "layout")

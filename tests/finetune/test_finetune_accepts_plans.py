@@ -4,7 +4,6 @@ import random
 import re
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 from rigs.recorded import H100, snapshot
@@ -12,7 +11,6 @@ from rigs.tables import each_row, rows_of
 from test_finetune_equivalence import LAYOUTS, cases_of
 
 from contracts.layout import TRAINED, Layout
-from finetune.parallel import list_refusals
 from hardware.gpus import find_gpu
 from hardware.machines import catalogue
 from planner.forecast import machines
@@ -24,6 +22,7 @@ from planner.forecast.specs import TrainSpec
 from planner.recommend import plan
 from planner.search import first_broken, search
 from planner.stacks import TOPOFLIGHT
+from planner.stacks.limits import list_limits
 from topology.build import build
 from topology.graph import ClusterTopology
 
@@ -37,16 +36,6 @@ MODELS = {
     "Mistral with a window": replace(model_named("Mistral-7B"), sliding_window=4096),
 }
 JOBS = [(method, packing) for method in ("lora", "qlora", "full") for packing in (False, True)]
-
-
-def reasons(layout, model, method, **more):
-    """Those of the job against a layout, by the fields of a transformers config that it asks for."""
-    config = SimpleNamespace(
-        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=model.layers,
-        intermediate_size=model.ffn, tie_word_embeddings=model.tied_embeddings, sliding_window=model.sliding_window,
-        quantization_config={} if method == "qlora" else None, **more,
-    )  # fmt: skip
-    return list_refusals(layout, config, lora=method != "full")
 
 
 def questions(count):
@@ -70,23 +59,10 @@ def test_whatever_is_recommended_for_the_job_it_accepts():
         found = search(plan(machines.cluster(machine, nodes), (), model, train)).best
         if model.family not in TRAINED:
             assert not found, asked
-        attention = "eager" if train.attention == "eager" else "by_document"
         for candidate in found:
-            why = reasons(candidate.layout, model, train.method, _attn_implementation=attention)
-            assert why == [], (asked, candidate.layout)
+            assert list_limits(TOPOFLIGHT, model, train, candidate.layout) == [], (asked, candidate.layout)
             ranked += 1
     assert ranked > 300
-
-
-@each_row(("shape", "says"), rows("masks"))
-def test_sequence_parallelism_is_refused_where_a_mask_is_built(shape, says):
-    """The reason names the setting; without sequence parallelism there is none."""
-    given = SimpleNamespace(
-        num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=4, intermediate_size=128, **shape
-    )
-    why = list_refusals(Layout(world_size=2, tp=2, sequence_parallel=True), given, lora=False)
-    assert [says in one for one in why] == ([True] if says else []), why
-    assert list_refusals(Layout(world_size=2, tp=2), given, lora=False) == []
 
 
 def combinations(layout, method, packing):
@@ -118,7 +94,6 @@ def test_recommended_combinations_are_accepted_and_among_those_compared_with_one
         found = search(plan(machines.cluster(machine, nodes), (), MODELS[name], train))
         assert found.tried
         for candidate in found.best:  # of each family, not only the winner
-            assert reasons(candidate.layout, MODELS[name], method) == [], candidate.layout
             wanted |= set(combinations(candidate.layout, method, packing))
     families = {family for family, *_ in wanted}
     assert len(families) > 10  # the search is as wide as it was
@@ -128,7 +103,7 @@ def test_recommended_combinations_are_accepted_and_among_those_compared_with_one
 
 
 @each_row("settings", rows("alike"))
-def test_planner_and_job_allow_the_same_combinations(settings):
+def test_what_the_job_is_tested_with_breaks_no_rule(settings):
     """Combinations that the job's equivalence tests cover break no rule of the planner."""
     layout = Layout(**settings)
     asked = Job(
@@ -136,7 +111,6 @@ def test_planner_and_job_allow_the_same_combinations(settings):
         rates=cpu_rates(8.0, None),
         links=make_links(ClusterTopology(nodes=(build(snapshot(H100)),)), ()),
     )  # fmt: skip
-    assert reasons(layout, MODELS["Llama-3.1-8B"], "lora") == []
     assert first_broken(asked, layout) is None
 
 

@@ -13,22 +13,14 @@ from rigs.tables import each_row
 from contracts import job_config, trl
 from contracts.job_config import ConfigError, JobConfig, JobPlan, dump_plan, parse_config, read_config, read_plan
 from contracts.layout import Layout
+from planner.stacks.exports import settle_layout
 
 JOBS = Path(__file__).with_name("jobs")
 SEED = JOBS / "llama_gsm8k_trl.yaml"
 SETTINGS = yaml.safe_load((JOBS / "settings.yaml").read_text())
 
 
-@pytest.fixture
-def settle_layout():
-    """Imports torch, so that each test that takes it is `long`."""
-    from finetune.parallel import settle_layout
-
-    return settle_layout
-
-
-@pytest.mark.long
-def test_a_config_of_older_releases_reads_as_it_stands(settle_layout):
+def test_a_config_of_older_releases_reads_as_it_stands():
     """Each old name is taken, and a note says today's."""
     config, _, notes, *_ = read_config(SEED)
     assert config.max_length == 4096
@@ -92,9 +84,8 @@ def test_a_file_or_an_override_that_is_no_mapping_is_refused(tmp_path, text, ove
     assert words in str(caught.value)
 
 
-@pytest.mark.long
 @each_row(("raw", "name"), SETTINGS["against_the_plan"])
-def test_a_value_that_contradicts_the_plan_is_refused(raw, name, settle_layout):
+def test_a_value_that_contradicts_the_plan_is_refused(raw, name):
     """The plan is not overruled silently, and neither is the config. Equal values in both are no contradiction."""
     plan = JobPlan(layout=Layout(world_size=2, dp_shard=2, precision="fp32", micro_batch=4))
     agreeing, *_ = parse_config({"per_device_train_batch_size": 4, "bf16": False, "fsdp": True})
@@ -103,8 +94,7 @@ def test_a_value_that_contradicts_the_plan_is_refused(raw, name, settle_layout):
         settle_layout(dataclasses.replace(plan, config=parse_config(raw)[0]), 2, has_gpu=False)
 
 
-@pytest.mark.long
-def test_a_plan_or_a_degree_for_other_ranks_is_refused(settle_layout):
+def test_a_plan_or_a_degree_for_other_ranks_is_refused():
     """Two ranks do not run a plan of four, and tp=3 does not divide four."""
     with pytest.raises(ConfigError, match=r"world_size is 4, 2 ranks"):
         settle_layout(JobPlan(layout=Layout(world_size=4, dp_shard=4)), 2, has_gpu=False)
@@ -112,8 +102,7 @@ def test_a_plan_or_a_degree_for_other_ranks_is_refused(settle_layout):
         settle_layout(JobPlan(config=JobConfig(layout={"tp": 3})), 4, has_gpu=False)
 
 
-@pytest.mark.long
-def test_the_plan_is_one_document(tmp_path, settle_layout):
+def test_the_plan_is_one_document(tmp_path):
     """Settings, layout and the rest read back as they were written; settings over it are the job's own words."""
     config, _, notes, *_ = read_config(SEED)
     layout = Layout(world_size=2, dp_shard=2, micro_batch=32, checkpointing="full", fused_cross_entropy=True)
@@ -235,14 +224,12 @@ def test_a_file_that_the_file_names_is_part_of_it(tmp_path):
     assert "deepspeed: ZeRO stage 2 is run by torch's fully_shard, without DeepSpeed" in notes
 
 
-@pytest.mark.long
 @each_row(("ranks", "node", "degrees"), [(16, 8, (2, 8)), (8, 8, (1, 8)), (4, 1, (4, 1)), (1, 1, (1, 1))])
-def test_hybrid_shard_shards_within_a_node(ranks, node, degrees, monkeypatch, settle_layout):
+def test_hybrid_shard_shards_within_a_node(ranks, node, degrees):
     """For any number of nodes, with a plan and without one."""
     config = parse_config({"fsdp": "hybrid_shard auto_wrap"})[0]
     asked = job_config.resolve_layout(config.layout, ranks, node)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(node))
-    layout = settle_layout(JobPlan(config=config), ranks, has_gpu=True)
+    layout = settle_layout(JobPlan(config=config), ranks, has_gpu=True, ranks_per_node=node)
     assert (asked["dp_replicate"], asked["dp_shard"]) == (layout.dp_replicate, layout.dp_shard) == degrees
     assert layout.sharding == ("zero3" if ranks > 1 else "ddp")
 

@@ -120,7 +120,7 @@ def test_a_diverged_loss_ends_the_run_and_keeps_the_last_good_checkpoint(whole, 
     folder = tmp_path / "out"
     assert run_job(folder, "max_steps=4")[0] == 0
     code, record = run_job(folder, "max_steps=12", "learning_rate=1e29", "save_steps=100")
-    assert code == loop.DIVERGED
+    assert code == loop.DivergedError.code
     assert record["status"] == "failed"
     assert "nan" in record["reason"] or "inf" in record["reason"]
     assert [p.name for p in list_checkpoints(folder)] == ["checkpoint-4"]

@@ -72,7 +72,7 @@ def test_the_mfu_is_that_of_the_forecast_at_the_measured_rate(tmp_path):
     layout = Layout(world_size=1)
     for forecast, mfu in ((RunForecast(tokens_per_second=1000.0, mfu=0.4), 0.1), (RunForecast(), None)):
         recorder = Recorder(tmp_path, JobPlan(forecast=forecast), layout, torch.device("cpu"))
-        for _ in range(5):
-            recorder.step(2.0, 1.0, 500)
+        for number in range(1, 6):
+            recorder.step(number, 2.0, 1.0, 500)
         assert recorder.measured().tokens_per_second == 250.0
         assert recorder.measured().mfu == mfu

@@ -146,19 +146,28 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
             sft_trl.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
 
 
-def test_4_bit_weights_are_stored_in_the_type_that_fsdp_shards() -> None:
-    """accelerate leaves parameters of another type whole on each rank; what a file asks for does not change that."""
+def test_what_the_layout_decides_is_added_to_the_settings_of_a_file() -> None:
+    """accelerate shards no 4-bit weights of another type, and holds whole gradients until the last micro-batch."""
     from finetune import sft_trl
 
+    sharded, single, config = Layout(world_size=2, dp_shard=2), Layout(world_size=1), JobConfig(output_dir="out")
     by_accelerate = {"even_batches": False, "gradient_accumulation_kwargs": {"adjust_scheduler": False}}
-    asked = JobPlan(trl={"bnb_4bit_quant_storage": "uint8", "load_in_4bit": True, "model_name_or_path": "own/llama",
-                         "accelerator_config": by_accelerate})  # fmt: skip
-    for layout, storage in ((Layout(world_size=2, dp_shard=2), "bfloat16"), (Layout(world_size=1), "uint8")):
-        _, settings, model, *_ = sft_trl.parse(asked, JobConfig(output_dir="out"), layout, False, print)
-        assert (model.bnb_4bit_quant_storage, model.use_bnb_nested_quant) == (storage, True)
-        options = {"adjust_scheduler": False} | ({"sync_each_batch": True} if layout.dp_shard > 1 else {})
-        assert settings.accelerator_config.gradient_accumulation_kwargs == options, "FSDP shards gradients at once"
-        assert not settings.accelerator_config.even_batches, "the file's settings of accelerate stay"
+    file = {"bnb_4bit_quant_storage": "uint8", "load_in_4bit": True, "model_name_or_path": "own/llama"}
+    for options in (by_accelerate, json.dumps(by_accelerate)):
+        plan = JobPlan(trl={**file, "accelerator_config": options})
+        for layout, storage in ((sharded, "bfloat16"), (single, "uint8")):
+            _, settings, model, *_ = sft_trl.parse(plan, config, layout, False, print)
+            assert (model.bnb_4bit_quant_storage, model.use_bnb_nested_quant) == (storage, True)
+            expected = {"adjust_scheduler": False} | ({"sync_each_batch": True} if layout.dp_shard > 1 else {})
+            assert settings.accelerator_config.gradient_accumulation_kwargs == expected
+            assert not settings.accelerator_config.even_batches, "the file's settings of accelerate stay"
+    off = JobPlan(trl={"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}})
+    _, settings, *_ = sft_trl.parse(off, config, sharded, False, print)
+    assert settings.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": False}
+    for layout in (sharded, single):
+        with pytest.raises(ConfigError, match="gradient_accumulation_kwargs=5: must be a mapping"):
+            wrong = JobPlan(trl={"accelerator_config": {"gradient_accumulation_kwargs": 5}})
+            sft_trl.parse(wrong, config, layout, False, print)
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:

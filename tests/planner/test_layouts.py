@@ -32,7 +32,7 @@ from planner.forecast.specs import TrainSpec
 from planner.recommend import compare, forecast_layout, forecast_named, frontier, plan, recommend
 from planner.search import Candidate, first_broken, list_broken, search
 from planner.stacks import ENGINES, exports, find_engine
-from planner.stacks.exports import FORMATS, export
+from planner.stacks.exports import FORMATS, export, settle_layout
 
 rows = rows_of(__file__)
 
@@ -293,11 +293,8 @@ def test_deepspeed_gives_the_published_configuration_back() -> None:
     assert list(json.loads(text)["zero_optimization"]) == list(PUBLISHED["zero_optimization"])
 
 
-@pytest.mark.long
 def test_finetune_yaml_is_read_back_to_the_same_layout() -> None:
     """The job's own reader settles on exactly the recommended layout."""
-    from finetune.parallel import settle_layout
-
     for machine, nodes, train in (
         ("dgx-h100", 2, TrainSpec(method="full", global_batch=64, sequence_length=4096)),
         ("2xa40-roce", 2, TrainSpec(method="lora", global_batch=128, sequence_length=1024)),
