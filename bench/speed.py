@@ -30,7 +30,7 @@ def main() -> None:
                 start = time.process_time()
                 result = search(plan(cluster, (), model_named("Llama-3.1-405B"), train))
                 seconds.append(time.process_time() - start)
-            print(f"| {world} | {engine} | {result.tried} | {statistics.median(seconds):.3f} |", flush=True)
+            print(f"| {world} | {engine} | {result.forecast_count} | {statistics.median(seconds):.3f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from planner.forecast.memory import checkpoint_bytes, memory_of
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
 from planner.nccl_env import environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, make_situation
-from planner.search import Candidate, Found, Planned, difference_sigma, first_broken, fitting, search, usual_options
+from planner.search import Candidate, Planned, Ranking, difference_sigma, first_broken, fitting, search, usual_options
 from planner.stacks import find_engine
 from planner.stacks.exports import list_unwritten
 from probes.api import Snapshot
@@ -315,8 +315,8 @@ def forecast_named(planned: Planned, members: Mapping[str, Any]) -> RankedLayout
             raise LayoutError(_text("indivisible_batch", batch=batch, ranks=ranks, micro_batch=shape.micro_batch))
         shape = replace(shape, gradient_accumulation=accumulation)
     shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
-    picked = fitting(planned.job, shape, planned.budget, fixed=members)
-    return forecast_layout(planned, shape if isinstance(picked, float) else picked[0])
+    fit = fitting(planned.job, shape, planned.budget, fixed=members)
+    return forecast_layout(planned, shape if isinstance(fit, float) else fit[0])
 
 
 def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
@@ -342,7 +342,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     candidate, budget = planned.candidate(layout), planned.budget
     needs = candidate.memory.total
     broken = first_broken(planned.job, layout)
-    reason = f"breaks {broken[0]}: {broken[1]}" if broken else ""
+    reason = f"breaks {broken.rule}: {broken.reason}" if broken else ""
     if not reason and budget is not None and needs > budget:
         reason = _text("does_not_fit", missing=(needs - budget) / GIB, budget=budget / GIB)
     return replace(rank(planned, candidate), why=reason)
@@ -373,8 +373,8 @@ def recommend(
     if answer.unsupported:
         seen = f"{answer.unsupported} seen (PCI class and vendor), {answer.backend.upper()} is not supported yet"
         reason = unjudged(cluster) or seen
-        rejected = Rejected(what="every layout", rule=answer.backend, reason=reason)
-        return replace(answer, rejected=(rejected,), unknowns=(reason,))
+        unsupported = Rejected(what="every layout", rule=answer.backend, reason=reason)
+        return replace(answer, rejected=(unsupported,), unknowns=(reason,))
     set_to = {setting.name: setting.value for setting in answer.settings}
     against = pick_costly(findings or {}, set_to)
     planned = plan(
@@ -411,7 +411,7 @@ def recommend(
     if not result.best and too_large and planned.requested and not knows_rows:
         result, assumed = _choose_for_shorter_rows(planned, result)
         unknowns.append(assumed)
-    helps: tuple[str, ...] = ()
+    helps, rejected = tuple[str, ...](), tuple(result.rejected)
     best = result.best[: 1 + _RUNNERS_UP]
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
@@ -428,15 +428,15 @@ def recommend(
             high, capacity = winner.forecast.memory_bytes.high, planned.capacity or 0.0
             unknowns.append(_text("tight_memory", high=high / GIB, capacity=capacity / GIB))
     elif planned.requested:
-        result.rejected.insert(0, _explain_refusal(planned, result))
+        rejected = (_explain_refusal(planned, result), *rejected)
         helps = nearest(planned)
     else:
         unknowns.append("no layout of this engine fits")
     fit = f"{len(result.best)} combinations of parallelism fit"
-    note = Note(topic="search", text=f"{result.tried} layouts forecast, {fit}")
+    note = Note(topic="search", text=f"{result.forecast_count} layouts forecast, {fit}")
     return replace(
         answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=winner,
-        runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=tuple(result.rejected),
+        runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=rejected,
         helps_most=helps, unknowns=tuple(unknowns),
         slowed=planned.slowed, healthy=healthy,
     )  # fmt: skip
@@ -448,7 +448,7 @@ AS_REQUESTED = "the requested settings"  # rejected if the job's own settings ca
 ROWS = "the rows "  # start of every unknown about row lengths in the data set
 
 
-def _choose_for_shorter_rows(planned: Planned, result: Found) -> tuple[Found, str]:
+def _choose_for_shorter_rows(planned: Planned, result: Ranking) -> tuple[Ranking, str]:
     """Choose the layout that the settings name, although it does not fit rows of the assumed length.
 
     Rows are assumed to have `sequence_length` tokens, which real rows may never reach, so this length alone is no
@@ -491,11 +491,11 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
         yield batch
 
 
-def _explain_refusal(planned: Planned, result: Found) -> Rejected:
+def _explain_refusal(planned: Planned, result: Ranking) -> Rejected:
     """Return, from all rejected layouts, the row about the requested settings."""
-    families = result.rejected[result.of_degrees :]
-    short = [row for row in families if row.rule == "memory-fits"]
-    row = next(iter(short or families or result.rejected), Rejected(what="", rule="fixed", reason="no layout has them"))
+    short = [row for row in result.rejected_families if row.rule == "memory-fits"]
+    rows = short or result.rejected_families or result.rejected
+    row = next(iter(rows), Rejected(what="", rule="fixed", reason="no layout has them"))
     settings = ", ".join(spelled(name, value) for name, value in planned.requested.items()
                          if name in _TELLING and value != 1 and (name, value) != ("offload", "none"))  # fmt: skip
     train = planned.job.train

@@ -26,42 +26,42 @@ from planner.forecast.links import Links
 from planner.forecast.memory import MemoryParts, memory_of
 from planner.forecast.specs import weights
 from planner.forecast.step_time import StepParts, forecast_step
-from planner.stacks.limits import Broken, check_split, check_stages, check_weights, explain_lack, most_chunks
+from planner.stacks.limits import Violation, check_split, check_stages, check_weights, explain_lack, most_chunks
 
 # -- rules
 
 
-def list_broken(job: Job, layout: Layout) -> Broken:
-    """Yield name and reason of every rule that a layout violates."""
+def list_broken(job: Job, layout: Layout) -> Iterator[Violation]:
+    """Yield every rule that a layout violates."""
     yield from list_broken_by_degrees(job, layout)
     yield from list_broken_by_batch(job, layout)
 
 
-def first_broken(job: Job, layout: Layout) -> tuple[str, str] | None:
-    """Return name and reason of the first rule that a layout violates."""
+def first_broken(job: Job, layout: Layout) -> Violation | None:
+    """Return the first rule that a layout violates."""
     return next(list_broken(job, layout), None)
 
 
-def list_broken_by_degrees(job: Job, layout: Layout) -> Broken:
+def list_broken_by_degrees(job: Job, layout: Layout) -> Iterator[Violation]:
     """Yield the violated rules that need no whole layout, so they can already reject a degree."""
     yield from check_split(job.engine, job.model, layout)
     if layout.tp > job.links.island_size and (leaves := _leaves_island(job, layout)):
-        yield "tp-inside-island", leaves
+        yield Violation("tp-inside-island", leaves)
     yield from _check_rows(job, layout)
     yield from _check_model(job, layout)
     if lacks := explain_lack(job.engine, job.model, job.train, layout, has_gpu=job.has_gpu):
-        yield "engine-runs", lacks
+        yield Violation("engine-runs", lacks)
     if exceeds := _exceeds_host_memory(job, layout):
-        yield "host-memory-holds", exceeds
+        yield Violation("host-memory-holds", exceeds)
 
 
-def list_broken_by_batch(job: Job, at: Layout) -> Broken:
+def list_broken_by_batch(job: Job, at: Layout) -> Iterator[Violation]:
     """Yield the violated rules about pipeline chunks and micro-batches. The global batch is divided evenly."""
     yield from check_stages(job.engine, job.model, at)
     batch = job.train.global_batch
     if batch is not None and at.global_batch != batch:
         times = f"{at.micro_batch} x {at.gradient_accumulation} x {at.data_parallel} ranks"
-        yield "batch-divides", f"{times} is not the global batch {batch}"
+        yield Violation("batch-divides", f"{times} is not the global batch {batch}")
 
 
 def _leaves_island(job: Job, layout: Layout) -> str | None:
@@ -76,7 +76,7 @@ def _leaves_island(job: Job, layout: Layout) -> str | None:
     return f"TP={layout.tp} needs more GPUs than the {job.links.island_size} that NVLink connects"
 
 
-def _check_rows(job: Job, layout: Layout) -> Broken:
+def _check_rows(job: Job, layout: Layout) -> Iterator[Violation]:
     """Sequences and experts are divided evenly.
 
     Ring attention divides a sequence into 2 x CP parts. Expert parallelism gives each rank whole experts, within one
@@ -84,16 +84,16 @@ def _check_rows(job: Job, layout: Layout) -> Broken:
     """
     model, length, ranks = job.model, job.train.sequence_length, layout.world_size // layout.pp
     if layout.cp > 1 and length % (2 * layout.cp):
-        yield "sequence-divides", f"sequence length {length} does not divide by 2 x CP={layout.cp}"
+        yield Violation("sequence-divides", f"sequence length {length} does not divide by 2 x CP={layout.cp}")
     if layout.ep > 1 and not model.experts:
-        yield "experts-divide", f"EP={layout.ep}: {model.name} has no experts"
+        yield Violation("experts-divide", f"EP={layout.ep}: {model.name} has no experts")
     elif model.experts % layout.ep:
-        yield "experts-divide", f"{model.experts} experts do not divide by EP={layout.ep}"
+        yield Violation("experts-divide", f"{model.experts} experts do not divide by EP={layout.ep}")
     elif ranks % layout.ep:
-        yield "experts-divide", f"EP={layout.ep} does not divide the {ranks} ranks of a pipeline stage"
+        yield Violation("experts-divide", f"EP={layout.ep} does not divide the {ranks} ranks of a pipeline stage")
 
 
-def _check_model(job: Job, layout: Layout) -> Broken:
+def _check_model(job: Job, layout: Layout) -> Iterator[Violation]:
     """The model can be trained with rows of this length, and the GPU supports the number format.
 
     A learned position table has a maximum length.
@@ -101,14 +101,14 @@ def _check_model(job: Job, layout: Layout) -> Broken:
     model, cc = job.model, job.compute_capability
     if model.family == "gpt2" and model.max_positions and job.train.sequence_length > model.max_positions:
         reason = f"sequence length {job.train.sequence_length} is beyond the model's {model.max_positions} positions"
-        yield "positions-reach", reason
+        yield Violation("positions-reach", reason)
     yield from check_weights(job.engine, model, job.train)
     needed = {"fp8": (8, 9), "mxfp8": (10, 0)}.get(layout.precision)
     if needed and cc is not None and cc < needed:
         reason = f"{layout.precision} needs compute capability {needed[0]}.{needed[1]}, the GPU has {cc[0]}.{cc[1]}"
-        yield "precision-exists", reason
+        yield Violation("precision-exists", reason)
     elif layout.precision == "mxfp8" and cc is not None and cc >= (12, 0):
-        yield "precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)"
+        yield Violation("precision-exists", "mxfp8 needs compute capability 10.0 or 10.3 (Transformer Engine)")
 
 
 def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
@@ -223,13 +223,13 @@ class Planned:
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
-    """All results of a search."""
+class Ranking:
+    """The layouts that a search ranked, and those that it rejected."""
 
     best: list[Candidate] = field(default_factory=list)  # one per family: the chosen layout, then fastest first
-    rejected: list[Rejected] = field(default_factory=list)
-    of_degrees: int = 0  # the first of the rejected, which are about degrees; the others are about families of layouts
-    tried: int = 0
+    rejected: list[Rejected] = field(default_factory=list)  # degrees first: "TP=16"
+    rejected_families: list[Rejected] = field(default_factory=list)  # of these, what left a family without a layout
+    forecast_count: int = 0  # layouts that were forecast
 
 
 def _list_divisors(n: int) -> list[int]:
@@ -283,17 +283,14 @@ def _list_context_degrees(job: Job, ranks: int) -> list[int]:
     return [cp for cp in _list_powers(min(ranks, max(1, largest))) if ranks % cp == 0]
 
 
-def _list_degrees(job: Job, world: int, result: Found) -> Iterator[tuple[int, int, int, int]]:
+def _list_degrees(job: Job, world: int, ranking: Ranking) -> Iterator[tuple[int, int, int, int]]:
     """Yield (tp, pp, cp, ep) that the rules allow; each rejected degree is recorded once."""
-    refused: set[str] = set()
 
     def refuse(degrees: str, layout: Layout) -> bool:
-        if (broken := next(list_broken_by_degrees(job, layout), None)) is None:
-            return False
-        if degrees not in refused:
-            refused.add(degrees)
-            result.rejected.append(Rejected(what=degrees, rule=broken[0], reason=broken[1]))
-        return True
+        broken = next(list_broken_by_degrees(job, layout), None)
+        if broken and all(row.what != degrees for row in ranking.rejected):
+            ranking.rejected.append(Rejected(what=degrees, rule=broken.rule, reason=broken.reason))
+        return broken is not None
 
     model, per_node = job.model, job.links.ranks_per_node
     for tp in _list_powers(min(world, 2 * per_node)):
@@ -327,7 +324,7 @@ def usual_options(job: Job, tp: int, precision: Precision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surely: bool = True) -> Found:
+def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surely: bool = True) -> Ranking:
     """Forecast every allowed layout among those with the field values in `fixed`; other fields are chosen as usual.
 
     By default these are the values in the job's settings. If `surely` is False, layouts are included whose memory only
@@ -338,17 +335,17 @@ def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surel
     if not surely:  # try the options that save most memory first
         fixed = {"checkpointing": job.engine.checkpointing[-1], **fixed}
     budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
-    run = _Search(planned=planned, job=job, named=fixed, budget=budget)
+    state = _Search(planned=planned, job=job, named=fixed, budget=budget)
     options: dict[str, Any] = {name: fixed[name] for name in ("checkpointing", "compile") if name in fixed}
     alone = Layout(world_size=1, precision=planned.precision, **options)
     if broken := next(list_broken_by_degrees(job, alone), None):  # due to model, precision or one of these options
-        run.found.rejected.append(Rejected(what="every layout", rule=broken[0], reason=broken[1]))
-        return run.found
-    for split in run.splits():
-        run.attempt_batches(split)
-    run.record_rejections()
-    run.rank()
-    return run.found
+        state.ranking.rejected.append(Rejected(what="every layout", rule=broken.rule, reason=broken.reason))
+        return state.ranking
+    for split in state.splits():
+        state.attempt_batches(split)
+    state.record_rejections()
+    state.rank()
+    return state.ranking
 
 
 @dataclass(slots=True, kw_only=True)
@@ -359,25 +356,25 @@ class _Search:
     job: Job
     named: Mapping[str, object]
     budget: float | None  # limit for the forecast bytes of a rank
-    found: Found = field(default_factory=Found)
-    # by family, and by whether a layout is tight, needs too much memory, or offloads
-    best: dict[tuple[str, bool, bool, bool], Candidate] = field(default_factory=dict)
-    fastest: dict[tuple[str, bool, bool, bool], float] = field(default_factory=dict)
-    over: dict[str, float] = field(default_factory=dict)  # by family: bytes that its lightest layout exceeds the memory
-    uneven: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch, ordered
-    forbidden: dict[str, Rejected] = field(default_factory=dict)
-    broken: tuple[str, str] | None = None  # the first rule that this split violates, and the reason
-    fitted: Layout | None = None  # of this split, last without chunks; if more is held, no lighter option fits
+    ranking: Ranking = field(default_factory=Ranking)
+    # By family, and by whether a layout is tight, needs too much memory, or offloads: only the best of each is kept.
+    best: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
+    fastest: dict[tuple[object, ...], float] = field(default_factory=dict)  # seconds per step
+    missing_bytes: dict[str, float] = field(default_factory=dict)  # by family, of the layout that needs least memory
+    indivisible: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch
+    forbidden: dict[str, Rejected] = field(default_factory=dict)  # by rule
+    broken: Violation | None = None  # the first rule that the degrees of the current split violate
+    fitted: Layout | None = None  # the last that fitted in this split, without interleaving: `after` of `fitting`
 
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
-        for tp, pp, cp, ep in _list_degrees(self.job, self.planned.world, self.found):
+        for tp, pp, cp, ep in _list_degrees(self.job, self.planned.world, self.ranking):
             degrees: dict[str, Any] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
             if any(self.named.get(name, degree) != degree for name, degree in degrees.items()):
                 continue
             dp = self.planned.world // (tp * pp * cp)
             if self.planned.global_batch % dp:
-                self.uneven[dp] = None
+                self.indivisible[dp] = None
                 continue
             in_node = max(1, self.job.links.domain_size // (tp * cp))
             shardings = _list_shardings(self.job, dp, in_node, self.named.get("dp_shard"))
@@ -424,12 +421,8 @@ class _Search:
             uneven = named if isinstance(named, tuple) else uneven_stages(self.job.model.layers, split.pp * virtual)
             if split.pp > 1 and uneven and len(uneven) != split.pp * virtual:
                 continue
-            base = split
-            if virtual > 1 or (split.pp > 1 and uneven) or plain != split.schedule:
-                base = replace(
-                    split, schedule="interleaved" if virtual > 1 else plain, virtual_stages=virtual,
-                    stage_layers=uneven if split.pp > 1 else (),
-                )  # fmt: skip
+            base = replace(split, schedule="interleaved" if virtual > 1 else plain, virtual_stages=virtual,
+                           stage_layers=uneven if split.pp > 1 else ())  # fmt: skip
             if not all(getattr(base, name) == value for name, value in self.named.items() if name not in _FITTED):
                 fits = True  # was not tried
                 continue
@@ -447,14 +440,14 @@ class _Search:
         """Forecast one layout, and keep it if it is the best of its family. Returns its seconds, or None if invalid."""
         key = base.family
         if broken := self.broken or next(list_broken_by_batch(self.job, base), None):
-            self.forbidden.setdefault(broken[0], Rejected(what=key, rule=broken[0], reason=broken[1]))
+            self.forbidden.setdefault(broken.rule, Rejected(what=key, rule=broken.rule, reason=broken.reason))
             return None
-        self.found.tried += 1
-        picked = fitting(self.job, base, self.budget, fixed=self.named, after=self.fitted)
-        if isinstance(picked, float):
-            self.over[key] = min(self.over.get(key, picked), picked)
+        self.ranking.forecast_count += 1
+        fit = fitting(self.job, base, self.budget, fixed=self.named, after=self.fitted)
+        if isinstance(fit, float):
+            self.missing_bytes[key] = min(self.missing_bytes.get(key, fit), fit)
             return None
-        candidate = self.planned.candidate(*picked)
+        candidate = self.planned.candidate(*fit)
         if candidate.layout.virtual_stages == 1:
             self.fitted = candidate.layout
         slot = key, candidate.tight, candidate.over, candidate.layout.offload != "none"
@@ -467,28 +460,29 @@ class _Search:
 
     def record_rejections(self) -> None:
         """Record a reason for each rule, degree and family without a layout; missing memory in ascending order."""
-        rejected, families = self.found.rejected, {key for key, *_ in self.best}
-        self.found.of_degrees = len(rejected)
-        listed = {row.rule for row in rejected}
-        rejected += [row for rule, row in self.forbidden.items() if rule not in listed]
-        for dp in self.uneven:
+        families = {candidate.layout.family for candidate in self.best.values()}
+        listed = {row.rule for row in self.ranking.rejected}
+        rejected = [row for rule, row in self.forbidden.items() if rule not in listed]
+        for dp in self.indivisible:
             reason = f"global batch {self.planned.global_batch} does not divide by {dp}"
             rejected.append(Rejected(what=f"{dp} data-parallel ranks", rule="batch-divides", reason=reason))
-        for key, excess in sorted(self.over.items(), key=lambda item: item[1]):
-            if key not in families:
-                reason = f"needs {excess / GIB:.1f} GiB more memory per rank than is available"
-                rejected.append(Rejected(what=key, rule="memory-fits", reason=reason))
+        for family, missing in sorted(self.missing_bytes.items(), key=lambda item: item[1]):
+            if family not in families:
+                reason = f"needs {missing / GIB:.1f} GiB more memory per rank than is available"
+                rejected.append(Rejected(what=family, rule="memory-fits", reason=reason))
+        self.ranking.rejected_families = rejected
+        self.ranking.rejected += rejected
 
     def rank(self) -> None:
         """Put the simplest layout first that no other beats by more than the forecast error; then the fastest."""
         families: dict[str, list[Candidate]] = {}
-        for (key, *_), candidate in self.best.items():
-            families.setdefault(key, []).append(candidate)
+        for candidate in self.best.values():
+            families.setdefault(candidate.layout.family, []).append(candidate)
         best = sorted((choose_simplest(self.job, members) for members in families.values()), key=lambda c: c.seconds)
         if best:
             winner = choose_simplest(self.job, best)
             best.sort(key=lambda c: c is not winner)
-        self.found.best = best
+        self.ranking.best = best
 
 
 def choose_simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:

@@ -55,11 +55,11 @@ def _plan_island(node: NodeTopology, island: Island) -> Plan:
     members = [gpu for gpu in node.gpus if gpu.name in island.gpus]
     per_link = {nvlink_bytes_per_second(gpu.compute_capability) for gpu in members}
     if None in per_link or len(per_link) != 1:
-        return None, ("no plan: the compute capability of the GPUs, and so the speed of one NVLink, is not known",)
+        return None, ("the GPU model (compute capability), and so the speed of one NVLink, is not known",)
     (link,) = per_link
     pairs = Pairs(node.pairs)
     if not island.all_to_all and not _has_nvlink_ring(island.gpus, pairs):
-        return None, ("no plan: no ring of NVLinks passes every GPU of the island once",)
+        return None, ("no ring of NVLinks passes every GPU of the island once",)
     counts = {gpu.name: _count_links_into(gpu, island, pairs) for gpu in members}
     slowest = min(counts, key=lambda name: counts[name][0])
     links, how = counts[slowest]
@@ -109,15 +109,15 @@ def plan_node(node: NodeTopology) -> Plan:
     """Return the bus bandwidth of a ring through all responding GPUs of the node, with its derivation."""
     names = tuple(gpu.name for gpu in node.gpus if gpu.usable)
     if len(names) < 2:
-        return None, ("no plan: a single GPU sends nothing inside the node",)
+        return None, ("a single GPU sends nothing inside the node",)
     if not node.nvlink_known:
-        return None, ("no plan: the source contains no data about NVLink",)
+        return None, ("the source contains no data about NVLink",)
     joined_island = next((island for island in node.islands if set(island.gpus) == set(names)), None)
     if joined_island:
         return _plan_island(node, joined_island)
     pair = _find_weakest_needed(names, Pairs(node.pairs))
     if pair is None:
-        return None, ("no plan: the bandwidth of some pair that the ring must cross is not known",)
+        return None, ("the bandwidth of some pair that the ring must cross is not known",)
     slowed = [gpu for gpu in node.gpus if gpu.name in (pair.a, pair.b) and gpu.pcie_running_bytes_per_second]
     return _get_rate(pair), (
         _text("no_island", gpus=len(names)),
@@ -174,7 +174,7 @@ def plan_rail(node: NodeTopology, rail: Rail) -> Plan:
     for nic in (nic for nic in node.nics if nic.name in rail.nics):
         rate = usable_rate(nic, node.gpus)
         if rate is None:
-            return None, (f"no plan: the rate of {nic.name} is not known",)
+            return None, (f"the rate of {nic.name} is not known",)
         rates.append(rate)
         slot = f"PCIe slot {gigabytes(nic.pcie_bytes_per_second)}"
         if nic.pcie_running_bytes_per_second:

@@ -184,7 +184,7 @@ def find_entry(code: str) -> str:
         return entries[exact]
     family = [name for name in entries if name.startswith(f"{code.lower()}.")]
     close = ", ".join(family[:8] or get_close_matches(code, entries, n=3, cutoff=0.4))
-    raise UnknownCodeError(f"{code}: no such code or alert{close and f'; close: {close}'}; --list lists all")
+    raise UnknownCodeError(f"{code}: no such code or alert.{close and f' Similar: {close}.'} --list prints all")
 
 
 def find_point(code: str, name: str) -> str:

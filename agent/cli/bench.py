@@ -153,7 +153,7 @@ def search(form: str, save: Path | None, picture: Path | None, verbose: bool, **
     progress = Progress()
     try:
         spec = job.build_spec(read_snapshots((), ALL), **options)
-        progress.step(f"search: {units.count(spec.place.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
+        progress.step(f"search: {units.count(spec.rank.nodes, 'node')}, up to {units.seconds(spec.limit_seconds)}")
         result = run.search(spec, progress.note, stop)
     except run.SearchError as error:
         if signal.SIGINT.name not in received:

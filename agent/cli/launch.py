@@ -285,7 +285,7 @@ def wrap(
     """Read the file, print the changes, and write them if requested."""
     from agent.advice.request import Request
     from agent.jobs.script import wrap_manifest
-    from agent.jobs.slurm import add_to_script
+    from agent.jobs.slurm import LIKE_THIS_HOST, add_to_script
 
     if in_place and source == "-":
         raise click.UsageError("--apply writes over FILE and cannot be used with standard input.")
@@ -297,7 +297,7 @@ def wrap(
     options |= {} if is_script else {"monitor": monitor}  # a script always has the monitor
     wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, request.read_hosts(), request, **options)
     print_text(_make_diff(text, wrapped, source, str(output or source)), nl=False)
-    print_notes(notes)
+    print_notes([*notes, *[LIKE_THIS_HOST] * (not (hosts or machine))])
     if wrapped == text:
         print_text("nothing to add", err=True)
     for path in filter(None, (output, Path(source) if in_place and wrapped != text else None)):

@@ -150,12 +150,12 @@ def _describe_read(reading: Reading) -> str:
     reasons = [f"{each.name} ({f'line {each.line}: ' * bool(each.line)}{each.why})" for each in reading.unreached]
     unreached = units.some(reasons)
     if unreached and not names:
-        return f"0 variables reach the job, form: {reading.form}; not checked: {unreached}"
+        return f"0 variables reach the job, format: {reading.form}; not checked: {unreached}"
     if not names:
         return f"0 variables of NCCL or its plugins read from a {reading.form}: everything is at its default"
     places = list(dict.fromkeys(each.place for each in reading.environments))
     elsewhere = {name: raw for each in reading.environments for name, raw in each.unresolved.items() if name in names}
-    parts = [f"{units.count(len(names), 'variable')} read, form: {reading.form}"]
+    parts = [f"{units.count(len(names), 'variable')} read, format: {reading.form}"]
     if len(places) > 1:
         parts.append(f"{len(places)} places: {', '.join(places)}")
     if others := len(reading.environments) - len(places):

@@ -76,7 +76,7 @@ CodePattern = Annotated[str, Field(max_length=128)]
 class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of agent/base/question.toml
     """Query of GET /recommendations."""
 
-    form: str = Field("json", alias="format", description="json, or an export.", max_length=32)
+    form: str = Field("json", alias="format", description="json, env, shell, k8s or an export.", max_length=32)
 
 
 WhatIf: Any = create_model(  # type: ignore[call-overload]
@@ -99,8 +99,8 @@ class ClusterPage(BaseModel):
 
     model_config = FORBID_UNKNOWN
 
-    node: str | None = Field(None, max_length=253, description="One of the nodes.")
-    search: str = Field("", max_length=200, description="Words of a row, all of them.")
+    node: str | None = Field(None, max_length=253, description="Name of the node to show.")
+    search: str = Field("", max_length=200, description="Show only rows that contain all these words.")
     page: int = Field(1, ge=1, le=100_000)
 
 
@@ -331,7 +331,7 @@ def _add_health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapp
     @app.get("/healthz", tags=["health"], response_class=PlainTextResponse,
              responses=problem_responses(common=(400,)))  # fmt: skip
     async def healthz() -> str:
-        """The process answers; touches no driver."""
+        """Whether the process answers. Queries no driver."""
         return "ok\n"
 
     @app.get("/readyz", tags=["health"], response_class=PlainTextResponse,
@@ -339,7 +339,7 @@ def _add_health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapp
     async def readyz(
         wait: Annotated[float, Query(ge=0, le=MAX_WAIT_SECONDS, description="Seconds, for the first scan.")] = 0.0,
     ) -> str:
-        """The first scan is done and the last one is recent."""
+        """Whether the first scan is done and the last one is recent."""
         until = time.monotonic() + wait
         while state.view is None and state.error is None and time.monotonic() < until:
             await asyncio.sleep(LOOK_SECONDS)  # so that a new agent does not fail its probe
@@ -353,7 +353,7 @@ def _add_health(app: FastAPI, state: State, rendered: ResponseCache, tally: Mapp
     @app.get("/metrics", tags=["health"], operation_id="metrics", response_class=PlainTextResponse,
              responses={**problem_responses(), **text_responses("application/openmetrics-text")})  # fmt: skip
     async def prometheus(request: Request) -> Response:
-        """Prometheus exposition; OpenMetrics where the scraper asks for it."""
+        """Metrics for Prometheus, or OpenMetrics if the scraper accepts it."""
         view, accept = state.current(), request.headers.get("accept", "")
 
         def expose() -> Answer:
@@ -372,7 +372,7 @@ def _add_pages(app: FastAPI, state: State, source: str, worker: Worker, rendered
 
     @app.get("/", tags=["page"], response_class=HTMLResponse, responses=problem_responses())
     async def page() -> Response:
-        """The page: verdict, findings with remedies, topology, measurements, recommendation, runs."""
+        """The page of this node: verdict, findings with remedies, topology, measurements, recommendation, runs."""
         view, trouble = state.current(), state.error
 
         def drawn() -> Answer:
@@ -385,7 +385,7 @@ def _add_pages(app: FastAPI, state: State, source: str, worker: Worker, rendered
 
     @app.get("/cluster", tags=["page"], response_class=HTMLResponse, responses=problem_responses(404, 500))
     async def cluster_page(request: Request, query: Annotated[ClusterPage, Query()]) -> Response:
-        """Every node that publishes: faults, the table, and which nodes are odd."""
+        """The page of the cluster: all nodes that publish, their faults, and nodes that differ from the others."""
         arguments = {"source": source, "interval": state.interval_seconds, **query.model_dump()}
         return respond(await worker.ask(request, "cluster_page", view=state.current(), **arguments))
 
@@ -456,7 +456,7 @@ def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, render
 
     @app.get("/nodes", tags=["facts"], responses=problem_responses())
     async def nodes(request: Request) -> Response:
-        """Every node at a glance: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
+        """One row per node: GPUs, links, HCAs, RDMA, memlock, verdict, age."""
         arguments = {"source": source, "interval": state.interval_seconds}
         return respond(await worker.ask(request, "nodes", view=state.current(), **arguments))
 
@@ -482,7 +482,7 @@ def _add_gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
 
     @app.get("/preflight", tags=["gate"], response_model=Gate, responses=problem_responses())
     async def preflight(options: Annotated[GateOptions, Query()]) -> Response:
-        """The gate over the last scan: verdict, exit code, checks. Makes no load."""
+        """The result of the gate for the last scan: verdict, exit code, checks. Generates no load."""
         view = state.current()
         key = "/preflight", options.model_dump_json()
         return await rendered.render(view, key, lambda: make_document(judged(view.checks, options)))
@@ -491,7 +491,7 @@ def _add_gate(app: FastAPI, state: State, rendered: ResponseCache) -> None:
               responses=problem_responses(413))  # fmt: skip
     def preflight_now(request: Request, query: Annotated[GateOptions, Query()],
                       requested: Annotated[GateOptions | None, Body()] = None) -> Response:  # fmt: skip
-        """The gate over a scan made now, with the options of the query and the body. Needs a token."""
+        """Scan now, and return the result of the gate with the options of the query and the body. Needs a token."""
         log.info("POST %s by %s", request.url.path, request.state.user)
         options = (requested or GateOptions()).model_copy(update=query.model_dump(exclude_unset=True))
         judged((), options)  # reject invalid options before the scan

@@ -293,7 +293,7 @@ def forecast_command(
     """Return the advice with the forecast of the command's own layout, if it is known, and lines about it."""
     advice, unknown = None, [f"forecast: unknown: {text}" for text in command.unknown]
     if not unknown and "model_name_or_path" not in command.settings:
-        unknown = ["forecast: unknown: the arguments name no model_name_or_path"]
+        unknown = ["forecast: unknown: the arguments of the command name no model (model_name_or_path)"]
     if not unknown:
         try:
             settings = parse_config(add_defaults(command))

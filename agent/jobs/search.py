@@ -21,7 +21,7 @@ from agent.jobs.benchmark import advise_network_environment, describe_links, lis
 from collectives.bench.plan import SpecError
 from collectives.bench.run import detect_backend
 from collectives.search.plan import STUCK, BadLink, SearchResult, Verdict, compute_loss
-from collectives.search.rank import Place
+from collectives.search.rank import RankSettings
 from collectives.search.run import SearchSpec, from_environment
 from contracts import bounded, plain
 from contracts.finding import Finding, by_loss
@@ -61,14 +61,14 @@ def build_spec(
     backend = detect_backend()
     name = host_name or (snapshots[0].hostname if snapshots else f"node {node}")
     domain, nvlink = _find_domains(domain, topology, name, describe_links(snapshots, ranks).get("nvlink_domain") or "")
-    place = Place(
+    rank = RankSettings(
         store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name, domain=domain,
         nvlink="" if "NCCL_MNNVL_ENABLE" in os.environ else nvlink,
         model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=silence,
         bytes=size_bytes or ((256 if backend == "nccl" else 32) << 20), wait_seconds=wait, journal=str(journal or ""),
     )  # fmt: skip
     return SearchSpec(
-        place=place, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=limit,
+        rank=rank, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=limit,
         gpu_pids=list_gpu_processes(snapshots), force=force,
         environment={} if no_advice or nodes == 1 else advise_network_environment(snapshots),
     )  # fmt: skip

@@ -32,7 +32,7 @@ from planner.slurm import ScriptError, check_options, check_word, parse_size, re
 from probes.api import Snapshot
 
 ANSWER_SECONDS = 30.0  # Slurm's clients retry an unavailable controller for minutes
-_LIKE_THIS_HOST = "this host was scanned instead of the nodes; give a recording of a node with --host FILE"
+LIKE_THIS_HOST = "this host was scanned instead of the nodes; give a recording of a node with --host FILE"
 _AGAIN = read_table(__file__, "slurm.toml")["again"]
 _LIST_BYTES = 1 << 20  # of a file with host names
 
@@ -65,7 +65,7 @@ def build_script(
     select((), require=options.require, codes=ALL_CODES)
     nodes, notes, exclude = options.nodes or 1, list[str](), options.exclude or ""
     if not (options.request.hosts or options.request.machine):
-        notes.append(_LIKE_THIS_HOST)
+        notes.append(LIKE_THIS_HOST)
     if options.over:
         from agent.jobs.networks import explain_no_interface, use_tcp
 
@@ -135,8 +135,6 @@ def add_to_script(
         require=require,
     )  # fmt: skip
     notes += [note.text.split(". ")[0] for note in advice.notes if note.topic in ("platform", "RCCL")]
-    if not (request.hosts or request.machine):
-        notes.append(_LIKE_THIS_HOST)
     if nodes is None:
         notes.append("the script has no #SBATCH --nodes, so the environment is that of several nodes")
     return wrapped, notes

@@ -45,11 +45,11 @@ def print_brief(out: Console, topology: NodeTopology, findings: Sequence[Finding
     bad = [*describe_departures(topology), *(f.code for f in findings if f.status in ("fail", "warn"))]
     is_open = topology.lacking or any(f.status == "unknown" for f in findings)
     word = "fail" if any(f.status == "fail" for f in findings) else "warn" if bad else "unknown" if is_open else "pass"
-    todo = "Nothing to do." if word == "pass" else "See below."
+    todo = "Nothing to do." if word == "pass" else "See the list below."
     judged = topology.gpus or topology.nics
     if not judged:
         word, todo = "unknown", "Run this on a node with GPUs."
-    machine = topology.sku or ("unknown machine type, no reference" if judged else "no GPU and no RDMA device was read")
+    machine = topology.sku or ("unknown machine type, not compared" if judged else "no GPU and no RDMA device was read")
     counted = f"{units.count(len(topology.gpus), 'GPU')}, {units.count(len(topology.nics), 'NIC')}"
     print_headline(out, word, f"{topology.hostname}: {machine}; {counted}", todo)
     print_properties(out, list_link_properties(topology))
@@ -77,6 +77,7 @@ def list_link_properties(topology: NodeTopology, limit: int = 2) -> Iterator[tup
         yield "nearest NIC", f"{label}: " + "; ".join(f"{', '.join(gpus)}{nics}" for nics, gpus in shared.items())
     for expected in topology.expectations:
         if expected.op == "all_gather" and expected.scope == "node":
-            uneven = any(island.nvlinks_per_pair[1:] for island in topology.islands)
-            fewest = f" ({expected.derivation[0].partition(' into')[0]})" * uneven  # " (GPU3 has 16 NVLinks)"
+            is_open = expected.busbw_bytes_per_second is None
+            is_explained = is_open or any(island.nvlinks_per_pair[1:] for island in topology.islands)
+            fewest = f" ({expected.derivation[0].partition(' into')[0]})" * is_explained  # " (GPU3 has 16 NVLinks)"
             yield "expected", f"all_gather {units.expected_rate(expected)} bus bandwidth{fewest}"

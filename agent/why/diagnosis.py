@@ -366,11 +366,11 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     measured, forecast = record.measured.step_seconds, record.plan.forecast.step_seconds
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
         times = measured / (forecast.mid or forecast.high)
-        sentence = f"a step takes {measured:.3g} s, {forecast.low:.3g} to {forecast.high:.3g} s were forecast"
+        sentence = f"a step takes {measured:.3g} s; the forecast was {forecast.low:.3g} to {forecast.high:.3g} s"
         exposed = record.communication.exposed_share if record.communication else None
-        waiting = (f"collectives that nothing hides take {exposed:.0%} of the step",) if exposed else ()
+        waiting = (f"collectives not overlapped with computation take {exposed:.0%} of the step",) if exposed else ()
         cause = Cause(
-            code="step.slow", message=f"{times:.1f} times slower than forecast", evidence=(sentence, *waiting)
+            code="step.slow", message=f"steps take {times:.1f} times the forecast", evidence=(sentence, *waiting)
         )
         causes = (*verdict.causes, cause)
         return replace(

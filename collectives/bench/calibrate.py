@@ -172,13 +172,12 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Child process: read request.json in the folder `words[0]` and write N.json next to it, with N = `words[1]`."""
+def main(arguments: Sequence[str]) -> None:
+    """Run the child process with the arguments FOLDER and N: read FOLDER/request.json and write FOLDER/N.json."""
     folder = Path(arguments[0])
     request = CalibrationRequest(**json.loads((folder / "request.json").read_text()))
     (folder / f"{arguments[1]}.json").write_text(json.dumps(measure(request)))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1:])

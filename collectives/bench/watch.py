@@ -66,7 +66,7 @@ class Watch:
         self._spec, self._directory, self._on_event = spec, directory, on_event
         self._offsets: dict[Path, int] = {}
         self._started = self._progress_at = self._arrived_at = time.monotonic()
-        self._progress = (-1, 0)
+        self._arrived, self._moved_bytes = -1, 0  # of all ranks together
         self._joined_at: float | None = None
         self._failed_at: float | None = None
 
@@ -78,14 +78,12 @@ class Watch:
         if joined and self._joined_at is None:
             self._joined_at = now
         # A rank in a large transfer reaches no synchronization point, but its moving bytes are progress, too.
-        progress = (
-            sum(state.arrived for state in self.states.values()) + (1 if joined else 0),
-            sum(state.moved_bytes for state in self.states.values()),
-        )
-        if progress[0] != self._progress[0]:
+        arrived = joined + sum(state.arrived for state in self.states.values())
+        moved_bytes = sum(state.moved_bytes for state in self.states.values())
+        if arrived != self._arrived:
             self._arrived_at = now
-        if progress != self._progress:
-            self._progress, self._progress_at = progress, now
+        if (arrived, moved_bytes) != (self._arrived, self._moved_bytes):
+            self._arrived, self._moved_bytes, self._progress_at = arrived, moved_bytes, now
         failed = any(state.last == "error" or _is_dead(state) for state in self.states.values())
         self._failed_at = (self._failed_at or now) if failed else None
         if stop.is_set():

@@ -129,8 +129,8 @@ class Ledger:
     def ranks_of(self, writers: Iterable[Writer]) -> tuple[int, ...]:
         """Return the ranks of the processes. Of a process with several GPUs only those of the named device count."""
         by_process: dict[str, dict[str, int]] = {}
-        for place in sorted(self.facts.places):  # the rank in the largest communicator is last
-            by_process.setdefault(place.process, {})[place.device] = place.rank
+        for member in sorted(self.facts.members):  # the rank in the largest communicator is last
+            by_process.setdefault(member.process, {})[member.device] = member.rank
         result: set[int] = set()
         for writer in writers:
             if writer.rank is not None:
@@ -147,13 +147,13 @@ class Ledger:
         hosts: dict[int | None, str] = {}
         for rank, host in self.rank_hosts:  # a rank that was started again on another host has none
             hosts[rank] = "" if rank in hosts else host
-        hosts |= {rank: host for rank, (host, _) in self.facts.rank_places.items()}
+        hosts |= {rank: member.host for rank, member in self.facts.largest_communicator.items()}
         return [writer.host or hosts.get(writer.rank, "") for writer in writers]
 
     def ranks_on(self, hosts: Collection[str]) -> tuple[int, ...]:
         """Return the ranks of the processes of these hosts."""
-        places = (place for place in self.facts.places if place.host in hosts)
-        return self.ranks_of({Writer(process=place.process, device=place.device) for place in places})
+        members = (member for member in self.facts.members if member.host in hosts)
+        return self.ranks_of({Writer(process=member.process, device=member.device) for member in members})
 
     def is_of_another_job(self, other: Ledger) -> bool:
         """Return whether two files have no host in common and largest communicators of different size."""
@@ -172,8 +172,8 @@ class Ledger:
         if len(self.gpus) > len(other.gpus):
             return other.contradicts(self)
         has_ids = self.facts.setups and other.facts.setups and self.facts.ranks == other.facts.ranks
-        places, theirs = (each.facts.rank_places if has_ids else {} for each in (self, other))
-        moved = any(places[rank][0] != theirs[rank][0] for rank in places.keys() & theirs.keys())
+        members, theirs = (each.facts.largest_communicator if has_ids else {} for each in (self, other))
+        moved = any(members[rank].host != theirs[rank].host for rank in members.keys() & theirs.keys())
         return moved or any(other.gpus.get(gpu, process) != process for gpu, process in self.gpus.items())
 
     # --- channels

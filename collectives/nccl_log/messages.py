@@ -118,14 +118,10 @@ def gpus_before_ampere(names: Iterable[str]) -> bool | None:
     Below compute capability 8.0 NCCL does so unless NVLink joins the GPU to another (ncclTopoCheckGdr,
     src/graph/paths.cc).
     """
-    kinds = {
-        None if not (is_of("Ampere or later", name) or is_of("before Ampere", name))
-        else not is_of("Ampere or later", name) and not is_of("NVLink board", name)
-        for name in names
-    }  # fmt: skip
-    if False in kinds:
+    older = {name: is_of("before Ampere", name) for name in names}
+    if any(is_of("Ampere or later", name) or (older[name] and is_of("NVLink board", name)) for name in older):
         return False
-    return True if kinds == {True} else None
+    return True if older and all(older.values()) else None
 
 
 def gpus_are(kind: str, names: Collection[str]) -> bool:
@@ -133,10 +129,10 @@ def gpus_are(kind: str, names: Collection[str]) -> bool:
     return all(is_of(kind, name) for name in names) and bool(names)
 
 
-class Place(NamedTuple):
+class CommunicatorRank(NamedTuple):
     """A rank of a communicator, and where it runs."""
 
-    ranks: int  # size of the communicator
+    size: int  # ranks of the communicator
     rank: int
     host: str
     gpu: str  # bus id, or "device 0"
@@ -179,9 +175,9 @@ class Facts:
         self.nvlink = False  # the best graph joins GPUs by NVLink: "type NVL/PIX"
         self.gpus: Tally[str] = Tally(64)
         self.finished = False  # a line says that the job, or the test, finished
-        self.places: Firsts[Place, None] = Firsts(MAX_PLACES)
-        self.setups: Firsts[tuple[Place, str], None] = Firsts(MAX_PLACES)  # of a communicator: "START", "COMPLETE"
-        self.channel_places: Firsts[bytes, str] = Firsts(4_096)  # "00/0 : 0[0] -> 8[0] [send] ": host that wrote it
+        self.members: Firsts[CommunicatorRank, None] = Firsts(MAX_PLACES)  # of all communicators
+        self.setups: Firsts[tuple[CommunicatorRank, str], None] = Firsts(MAX_PLACES)  # (.., "START" or "COMPLETE")
+        self.channel_heads: Firsts[bytes, str] = Firsts(4_096)  # "00/0 : 0[0] -> 8[0] [send] ": host that wrote it
         self.test_ranks: Firsts[int, str] = Firsts(4_096)  # rank of nccl-tests: host
 
     def merge(self, other: Facts) -> None:
@@ -201,36 +197,32 @@ class Facts:
         return "1" in self.mnnvl_flags if self.mnnvl_flags else None
 
     @property
-    def rank_places(self) -> dict[int, tuple[str, str]]:
-        """Return the host and the GPU of each rank of the largest communicator."""
-        places: dict[int, tuple[str, str]] = {}
-        largest = max((place.ranks for place in self.places), default=0)
-        for place in self.places:
-            if place.ranks == largest:
-                places.setdefault(place.rank, (place.host, place.gpu))
-        return places
+    def largest_communicator(self) -> dict[int, CommunicatorRank]:
+        """Return each rank of the largest communicator where the log names it first."""
+        largest = max((member.size for member in self.members), default=0)
+        return {member.rank: member for member in reversed(self.members) if member.size == largest}
 
     def rank_devices(self) -> set[tuple[int, bytes]]:
         """Return ranks and devices of channel lines: "8[0]" (device of NVML, 2.18 on) or "8[1b000]" (bus)."""
         devices: set[tuple[int, bytes]] = set()
-        for place in self.channel_places:
-            if match := _TEXTS["place"].search(place):
+        for head in self.channel_heads:
+            if match := _TEXTS["place"].search(head):
                 devices.update(((int(match[1]), match[2]), (int(match[3]), match[4])))
         return devices
 
     def channel_hosts(self) -> dict[int, str]:
         """Return the ranks that wrote a channel line, and their hosts; one end of a channel wrote its line."""
         return {
-            int(match[3 if b"[receive]" in place else 1]): host
-            for place, host in self.channel_places.items()
-            if (match := _TEXTS["place"].search(place))
+            int(match[3 if b"[receive]" in head else 1]): host
+            for head, host in self.channel_heads.items()
+            if (match := _TEXTS["place"].search(head))
         }
 
     def unread_ranks(self) -> tuple[int, ...]:
         """Return the ranks of the largest communicator that wrote no line."""
-        present = {*self.rank_places, *self.channel_hosts()}
+        present = {*self.largest_communicator, *self.channel_hosts()}
         # Without a limit that was reached: else some ranks were left out.
-        is_complete = 0 < len(self.places) < MAX_PLACES and 2 * len(self.channel_places) < self.channel_places.most
+        is_complete = 0 < len(self.members) < MAX_PLACES and 2 * len(self.channel_heads) < self.channel_heads.most
         return tuple(rank for rank in range(min(self.ranks, MAX_PLACES)) if rank not in present) if is_complete else ()
 
     def gpu_names(self) -> tuple[str, ...]:
@@ -238,20 +230,21 @@ class Facts:
         if self.gpus:
             return tuple(sorted(self.gpus))
         # The GPU is in PCI domain f, and the two ports of the ConnectX-7 in two domains.
-        at_f = any(gpu == "f01000" for _, gpu in self.rank_places.values())
+        at_f = any(member.gpu == "f01000" for member in self.largest_communicator.values())
         ports = {port.split(":")[0] for _, port in self.ports}
         return ("GB10",) if at_f and any(_SPARK_PORT.fullmatch(port) for port in ports) else ()
 
     def all_on_one_host(self) -> bool:
         """Return whether each rank (of nccl-tests, or with a GPU of its own) is known, and all are on one host."""
-        places, tests, writers, devices = self.rank_places, self.test_ranks, self.channel_hosts(), self.rank_devices()
+        members, tests, writers = self.largest_communicator.values(), self.test_ranks, self.channel_hosts()
+        devices = self.rank_devices()
         listings = []  # hosts and number of the ranks, from each kind of line that names all ranks
-        if 0 < self.ranks == len(places) == len(set(places.values())):
-            listings.append(({host for host, _ in places.values()}, len(places)))
+        if 0 < self.ranks == len(members) == len({(member.host, member.gpu) for member in members}):
+            listings.append(({member.host for member in members}, len(members)))
         if 0 < len(tests) == max(tests, default=0) + 1 and self.ranks in (0, len(tests)):
             listings.append((set(tests.values()), len(tests)))
         # A channel line without a direction does not show which of its two ranks wrote it.
-        has_ends = any(b"[receive]" in place or b"[send]" in place for place in self.channel_places)
+        has_ends = any(b"[receive]" in head or b"[send]" in head for head in self.channel_heads)
         has_own_gpus = len({device for _, device in devices}) == len(devices) == len(writers)
         if has_ends and has_own_gpus and self.ranks in (0, len(writers)) and all(writers.values()):
             listings.append((set(writers.values()), len(writers)))

@@ -59,7 +59,7 @@ def missing_ranks(ledger: Ledger) -> tuple[int, ...]:
     are missing only if a line states the number of ranks.
     """
     facts = ledger.facts
-    present = {rank for rank, _ in facts.rank_devices()} | facts.rank_places.keys() | facts.test_ranks.keys()
+    present = {rank for rank, _ in facts.rank_devices()} | facts.largest_communicator.keys() | facts.test_ranks.keys()
     if not present or is_single_node(ledger) is not None:
         return ()
     end = min(facts.ranks, max(present) + 1 + MAX_GPUS_OF_A_NODE)
@@ -110,10 +110,10 @@ def find(ledger: Ledger, evidence: Evidence) -> Evidence:
     marks = [CODES[problem.code] for problem in (*ranked, *findings.consequences) if problem.severity == "fail"]
     outcome = "finished" if ledger.facts.finished else "unknown"
     outcome = "failed" if any(meaning.ends or meaning.breaks for meaning in marks) else outcome
-    placed = sorted(ledger.facts.rank_places.keys() | {rank for rank, _ in ledger.rank_hosts}) if ranked else []
-    places = ledger.hosts_of(Writer(rank=rank) for rank in placed)
-    hosts = {rank: host for rank, host in zip(placed, places, strict=True) if host}
-    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome, rank_hosts=hosts)
+    ranks = sorted(ledger.facts.largest_communicator.keys() | {rank for rank, _ in ledger.rank_hosts}) if ranked else []
+    hosts = zip(ranks, ledger.hosts_of(Writer(rank=rank) for rank in ranks), strict=True)
+    rank_hosts = {rank: host for rank, host in hosts if host}
+    return replace(evidence, problems=ranked, notes=tuple(findings.notes), outcome=outcome, rank_hosts=rank_hosts)
 
 
 class _Findings:
@@ -498,9 +498,9 @@ class _Findings:
             return
         missing = missing_ranks(self.ledger) if evidence.gdrdma == "none" and evidence.transports else ()
         unread = facts.unread_ranks()
-        if evidence.gdrdma == "on" and not self.problems and not facts.rank_places.keys() <= {0}:
+        if evidence.gdrdma == "on" and not self.problems and not facts.largest_communicator.keys() <= {0}:
             # As many as a host has: the line of one rank may be torn. Most frameworks write the log of rank 0 only.
-            missing = unread if len(unread) * self.ledger.host_count() >= len(facts.rank_places) else ()
+            missing = unread if len(unread) * self.ledger.host_count() >= len(facts.largest_communicator) else ()
         if missing:
             missing = unread or missing
             self.add("ranks_missing", f"{rank_words(missing)} {'is' if len(missing) == 1 else 'are'} missing")
@@ -512,14 +512,14 @@ class _Findings:
     def find_setups(self) -> None:
         """Find ranks that began a communicator and did not complete it. Others did, or the log has no channel."""
         facts, rows, code = self.facts, self.facts.setups, "setup_not_completed"
-        waiting = [place for place, state in rows if state == "START" and (place, "COMPLETE") not in rows]
+        waiting = [member for member, state in rows if state == "START" and (member, "COMPLETE") not in rows]
         begun, completed = facts.counts["set-ups"], facts.counts["completed set-ups"]  # torn lines may lack the rank
         goes_on = facts.finished or self.ledger.steps or facts.counts["lines left out by Ray"]
         expired = "time_limit_reached" in self.problems  # so the log was not cut
         is_shown = waiting and begun > completed and (completed or expired or not self.evidence.transports)
         if is_shown and not goes_on and not self.has_failure(code, *_NO_CAUSE):
-            self.add(code, hosts=self._named(place.host for place in waiting), severity="fail" if expired else "")
-            ranks = tuple(sorted({place.rank for place in waiting}))
+            self.add(code, hosts=self._named(member.host for member in waiting), severity="fail" if expired else "")
+            ranks = tuple(sorted({member.rank for member in waiting}))
             self.problems = {code: replace(self.problems.pop(code), ranks=ranks), **self.problems}
 
 

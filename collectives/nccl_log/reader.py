@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Final, cast
 from collectives.nccl_log.channels import MAX_HEAD_BYTES, TAG, Channel, direction_of, parse_channels
 from collectives.nccl_log.codes import CODES, DIGITS, DULL_STARTS, FACT_WORDS, HARMLESS, SEARCHED, find_codes
 from collectives.nccl_log.ledger import Ledger, Runs, Writer, host_name
-from collectives.nccl_log.messages import END, STEP, Firsts, Lasts, Place
+from collectives.nccl_log.messages import END, STEP, CommunicatorRank, Firsts, Lasts
 from contracts.bounded import open_regular, utf16
 from contracts.tables import read_patterns, read_table
 
@@ -242,7 +242,7 @@ class Reader:
         if writer is None or channel is None:
             return False
         self.ledger.channels.add((writer.host, channel))
-        self.ledger.facts.channel_places.add(head[8:], writer.host)
+        self.ledger.facts.channel_heads.add(head[8:], writer.host)
         return True
 
     def take_line(self, line: bytes) -> None:
@@ -319,10 +319,11 @@ class Reader:
             self.ledger.gpus.add((writer.host, bus), writer.process)
         if communicator:
             self.ledger.marks.add(communicator, None)
-        place = Place(int(ranks), int(rank), writer.host, bus or f"device {device}", writer.process, device)
-        self.ledger.facts.places.add(place, None)
+        gpu = bus or f"device {device}"
+        member = CommunicatorRank(int(ranks), int(rank), writer.host, gpu, writer.process, device)
+        self.ledger.facts.members.add(member, None)
         if state:
-            self.ledger.facts.setups.add((place, state), None)
+            self.ledger.facts.setups.add((member, state), None)
 
     # --- channels
 
@@ -332,7 +333,7 @@ class Reader:
         for channel in channels:
             self.ledger.channels.add((host, channel))
             self.ledger.prove_channel(channel, text)
-            self.ledger.facts.channel_places.add(text[max(0, via - MAX_HEAD_BYTES) : via], host)
+            self.ledger.facts.channel_heads.add(text[max(0, via - MAX_HEAD_BYTES) : via], host)
             self._tags_read += channel.gdrdma is True
         if len(channels) == 1 and text.count(TAG) == self._tags_read:
             self._remember_end(text, channels[0])

@@ -19,7 +19,7 @@ from typing import Any
 import cattrs
 
 from collectives.search.plan import Outcome, Search, Test, combine_passes
-from collectives.search.rank import Place, note_path
+from collectives.search.rank import RankSettings, note_path
 from contracts.host_list import expand_host_list
 
 POLL_SECONDS = 0.2
@@ -30,7 +30,7 @@ NETWORK = {"NCCL_MNNVL_ENABLE": "0"}  # second pass: nodes of one NVLink domain 
 class Fleet:
     """The state of all ranks, read from the store."""
 
-    def __init__(self, store: Any, settings: Place) -> None:
+    def __init__(self, store: Any, settings: RankSettings) -> None:
         self._store, self._settings = store, settings
         self._beats: dict[str, tuple[list[Any], float, float]] = {}  # heartbeat, time of its change, time of progress
         self.ranks: dict[int, int] = {}  # ranks of each node that joined
@@ -62,8 +62,7 @@ class Fleet:
     def read_beat(self, name: str) -> tuple[float, float, str]:
         """Return the seconds since the last heartbeat and since the last progress of a rank, and its position."""
         now = time.monotonic()
-        has_beat = self._store.check([f"beat/{name}"])
-        beat = json.loads(self._store.get(f"beat/{name}")) if has_beat else [-1, -1, "joining"]
+        beat = json.loads(self._store.get(key)) if self._store.check([key := f"beat/{name}"]) else [-1, -1, "joining"]
         before, lived, moved = self._beats.get(name, ([None, None, ""], now, now))
         lived, moved = (lived if beat[0] == before[0] else now), (moved if beat[1:] == before[1:] else now)
         self._beats[name] = (beat, lived, moved)
@@ -92,14 +91,14 @@ class Fleet:
                     waiting.pop(name)
                     last[index] = time.monotonic()
                     continue
-                silent, still, place = self.read_beat(name)
+                silent, still, where = self.read_beat(name)
                 last[index] = max(last[index], time.monotonic() - still)
                 if silent > self._settings.silence_seconds:
-                    lost[node] = f"no heartbeat for {silent:.0f} s; the last was in {place}"
+                    lost[node] = f"no heartbeat for {silent:.0f} s; the last was in {where}"
                 elif time.monotonic() - last[index] <= HANG_SILENCES * self._settings.silence_seconds:
                     continue
                 elif tests[index].kind == "alone" or 2 * len(posted.keys() & groups[index]) > len(groups[index]):
-                    lost[node] = f"its rank is alive but makes no progress in {place}, which other ranks have finished"
+                    lost[node] = f"its rank is alive but makes no progress in {where}, which other ranks have finished"
                 else:
                     hung.add(index)
                     self.restart([name], {})
@@ -156,7 +155,7 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
     return search
 
 
-def coordinate(settings: Place, store: Any) -> None:
+def coordinate(settings: RankSettings, store: Any) -> None:
     """Run the search and write its result to the journal. Exit if the journal belongs to another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
     rows, began, clock, run = read_journal(journal), time.time(), time.monotonic(), os.urandom(4).hex()
@@ -220,7 +219,7 @@ def main(text: str) -> None:
     """Serve the store and run the search."""
     from torch.distributed import TCPStore
 
-    settings = Place(**json.loads(text))
+    settings = RankSettings(**json.loads(text))
     port = int(settings.store.rpartition(":")[2])
     coordinate(settings, TCPStore("::", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)))
 

@@ -19,9 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from statistics import median, median_low
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Link = tuple[int, int]  # from, to
+Transfer = tuple[int, int, int, float]  # source, target, rail (local rank; -1: the slowest of all), seconds
 
 KINDS = ("alone", "near", "far")
 GROUP = 32  # most nodes of a test: a stuck node costs the other nodes of its group a round
@@ -59,7 +60,7 @@ class Test:
 class Outcome:
     """The result of a test. All transfers have the same number of bytes."""
 
-    transfers: tuple[tuple[int, int, int, float], ...] = ()  # from, to, rail (-1: the slowest of all), seconds
+    transfers: tuple[Transfer, ...] = ()
     alone: tuple[tuple[int, str, float], ...] = ()  # node, part ("GPU3 matmul"), seconds
     stuck: tuple[Link, ...] = ()  # transfers in which no byte moved for longer than allowed
     lost: Mapping[int, str] = field(default_factory=dict)  # nodes without a heartbeat, each with the evidence
@@ -80,6 +81,13 @@ class Measure:
     def is_slow(self, sigmas: float, smallest: float) -> bool:
         """Whether the excess is larger than chance explains, and large enough to count."""
         return self.excess > max(smallest, sigmas * self.sigma)
+
+
+class Judgement(NamedTuple):
+    """What measures say about a node: "clean", "open" (it is measured again), "bad" or "undecided"."""
+
+    state: str
+    slow: Sequence[Measure] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +169,7 @@ class Search:
         self._queue: list[Test] = []  # halves of groups that did not end
         self._broken: list[Test] = []  # groups that ended early
         self._running: tuple[Test, ...] = ()
-        self._states: dict[tuple[int, tuple[str, ...]], tuple[str, list[Measure]]] = {}  # results since the last report
+        self._judgements: dict[tuple[int, tuple[str, ...]], Judgement] = {}  # since the last report, by node and kinds
         self._sigmas = SIGMAS + FEW / max(self.nodes, 1)  # from which an excess counts
 
     # Planning
@@ -195,7 +203,7 @@ class Search:
         living = [node for node in range(self.nodes) if node not in self.lost]
         if self.phase == 1:
             return [Test(kind="alone", nodes=(node,)) for node in living]
-        broken = {node for node in living if self._get_state(node, ("alone",))[0] == "bad" or self._was_stuck(node)}
+        broken = {node for node in living if self._judge_node(node, ("alone",)).state == "bad" or self._was_stuck(node)}
         waiting = {node for test in self._queue for node in test.nodes}
         free = [node for node in living if node not in broken and node not in waiting]
         if self.phase == 2:
@@ -242,7 +250,7 @@ class Search:
 
         for node in self._find_open_nodes(("near", "far")):
             done = Counter(measure.kind for measure in self._measures[node])
-            slow_in = [measure.kind for measure in self._get_state(node, ("near", "far"))[1]]
+            slow_in = [measure.kind for measure in self._judge_node(node, ("near", "far")).slow]
             kind = min(slow_in, key=done.__getitem__)  # the one that was made least often
             if not self._was_stuck(node):
                 pools[kind, self.domains[node] if kind == "near" else ""].append(node)
@@ -267,7 +275,7 @@ class Search:
             add("far", group, clean, 1 if len(group) == 2 else 0)
         in_use = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
         untested = [node for node in range(self.nodes) if node not in in_use and not self._is_measured(node)
-                and self._get_state(node, KINDS)[0] == "clean"]  # fmt: skip
+                and self._judge_node(node, KINDS).state == "clean"]  # fmt: skip
         for group in _split_evenly(untested, GROUP // 2) if self.nodes > 2 and self.round < 2 * TRIES else ():
             add("far", group, clean, max(PARTNERS, len(group)))
         return tests + self._repeat_broken_groups(busy)
@@ -278,7 +286,7 @@ class Search:
         One such excess of a node is enough, because it decides the verdict.
         """
         inside = set(nodes)
-        measured = [self._get_state(node, ("near", "far"))[1] for node in inside]
+        measured = [self._judge_node(node, ("near", "far")).slow for node in inside]
         measured += [self._links[link] for link in open_links if inside.issuperset(link)]
         return all(any(m.excess > PLAIN for m in measures) for measures in measured if measures)
 
@@ -289,7 +297,7 @@ class Search:
         bad = [link for link in self._links if self._judge_link(link) == "bad"]
         cut = [link for link in bad if any(m.what == "stuck" for m in self._links[link])]
         for test in left:
-            states = {node: self._get_state(node, KINDS)[0] for node in test.nodes if node not in self.lost}
+            states = {node: self._judge_node(node, KINDS).state for node in test.nodes if node not in self.lost}
             stuck = {link[1] for link in cut if states.keys() >= set(link)}
             nodes = tuple(node for node, state in states.items() if state == "clean" and node not in stuck)
             if waiting.intersection(test.nodes) or "open" in states.values():
@@ -315,26 +323,26 @@ class Search:
         for outcome in outcomes:
             self.lost.update(outcome.lost)
         self._learn_alone([row for outcome in outcomes for row in outcome.alone])
-        rows: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+        by_kind: dict[str, list[Transfer]] = defaultdict(list)
         for test, outcome in zip(self._running, outcomes, strict=True):
             if test.rails:
                 self._learn_rails(test, outcome)
                 continue
-            for source, target, _, seconds in outcome.transfers:
-                rows[self._classify_pair(source, target)].append((source, target, seconds))
+            for transfer in outcome.transfers:
+                by_kind[self._classify_pair(*transfer[:2])].append(transfer)
             self._learn_stuck(test, outcome)
             is_half = any(set(test.nodes) < set(other.nodes) for other in self._broken)
             is_whole = outcome.ended and not outcome.stuck and not outcome.lost
             if test.kind != "alone" and test.repeats == 1 and not is_half and not is_whole:
                 self._broken.append(test)
         scores: dict[tuple[str, int], float] = {}
-        for kind, transfers in rows.items():
+        for kind, transfers in by_kind.items():
             for end, score in self._learn_transfers(kind, transfers).items():
                 scores[end] = max(score, scores.get(end, 1.0))
-        for kind, transfers in rows.items():
+        for kind, transfers in by_kind.items():
             self._learn_links(kind, transfers, scores)
         self._running = ()
-        self._states.clear()
+        self._judgements.clear()
 
     def _measure(self, kind: str, what: str, excess: float, sigma: float = 0.0, links: Iterable[Link] = ()) -> Measure:
         return Measure(round=self.round, kind=kind, what=what, excess=excess, sigma=sigma, links=tuple(links))
@@ -355,45 +363,45 @@ class Search:
             for node, part, seconds in timed:
                 self._measures[node].append(self._measure("alone", part, seconds / middle - 1, sigma / middle))
 
-    def _learn_transfers(self, kind: str, rows: Sequence[tuple[int, int, float]]) -> dict[tuple[str, int], float]:
-        """Score each node by the lower quartile of its times, which a few slow partners or links do not change."""
+    def _learn_transfers(self, kind: str, transfers: Sequence[Transfer]) -> dict[tuple[str, int], float]:
+        """Score what each node sends and receives, relative to the median transfer.
+
+        The score is the lower quartile of its times, which a few slow partners or links do not change.
+        """
         is_group = self.phase < 4 or kind not in self._middles
         if is_group:
-            self._times[kind] += [seconds for *_, seconds in rows]
+            self._times[kind] += [seconds for *_, seconds in transfers]
             self._middles[kind] = _estimate_spread(self._times[kind])
         middle, sigma = self._middles[kind]
         times: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for source, target, seconds in rows:
+        for source, target, _, seconds in transfers:
             times["sends", source].append(seconds / middle)
             times["receives", target].append(seconds / middle)
         # A score needs two partners that are not suspects, because a good node with suspects only would look slow.
-        pairs = {row[:2] for row in rows}
+        pairs = {(source, target) for source, target, *_ in transfers}
         good = {end for end in set(chain(*pairs)) if is_group or self._is_clean(end)}
         partners = Counter(("sends", source) for source, target in pairs if target in good or not good)
         partners.update(("receives", target) for source, target in pairs if source in good or not good)
         scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}
         sigmas = []
         for direction in ("sends", "receives"):
-            found = [score for (side, _), score in scores.items() if side == direction]
-            if found and (is_group or (kind, direction) not in self._centers):
-                self._centers[kind, direction] = _estimate_spread(found)
+            by_node = {node: score for (side, node), score in scores.items() if side == direction}
+            if by_node and (is_group or (kind, direction) not in self._centers):
+                self._centers[kind, direction] = _estimate_spread([*by_node.values()])
             center, spread = self._centers.get((kind, direction), (1.0, 0.0))
-            for (side, node), score in scores.items():
-                if side == direction:
-                    error = QUARTILE * sigma / middle / math.sqrt(len(times[side, node]))
-                    sigmas.append(max(error, spread) / center)
-                    self._measures[node].append(self._measure(kind, direction, score / center - 1, sigmas[-1]))
+            for node, score in by_node.items():
+                error = QUARTILE * sigma / middle / math.sqrt(len(times[direction, node]))
+                sigmas.append(max(error, spread) / center)
+                self._measures[node].append(self._measure(kind, direction, score / center - 1, sigmas[-1]))
         if sigmas and (is_group or kind not in self.sigma):
             self.sigma[kind] = median(sigmas)
         return scores
 
-    def _learn_links(
-        self, kind: str, rows: Sequence[tuple[int, int, float]], scores: Mapping[tuple[str, int], float]
-    ) -> None:
+    def _learn_links(self, kind: str, transfers: Sequence[Transfer], scores: Mapping[tuple[str, int], float]) -> None:
         """Compare each transfer with the scores of its two ends."""
         middle, sigma = self._middles[kind]
         times: dict[Link, list[float]] = defaultdict(list)
-        for source, target, seconds in rows:
+        for source, target, _, seconds in transfers:
             times[source, target].append(seconds / middle)
         for link, values in times.items():
             self.excess[link] = median(values) - 1
@@ -410,11 +418,13 @@ class Search:
         """
         links = [link for link in outcome.stuck if self.lost.keys().isdisjoint(link)]
         repeated = {link for link in links if any(m.what == "stuck" for m in self._links[link])}
-        fresh = [a for a in links if a not in repeated or any(len(self._find_stuck_links(end)) > 1 for end in a)]
+        known = {link for link in repeated if all(len(self._find_stuck_links(end)) < 2 for end in link)}
+        fresh = [link for link in links if link not in known]
         for link in links:
             self.excess[link] = STUCK
             self._links[link].append(self._measure(test.kind, "stuck", STUCK))
-        sent, received = ({row[side] for row in outcome.transfers} for side in (0, 1))
+        sent = {source for source, *_ in outcome.transfers}
+        received = {target for _, target, *_ in outcome.transfers}
         ends = Counter(
             end for link in fresh for end, moved in zip(link, (sent, received), strict=True) if end not in moved
         )
@@ -422,7 +432,7 @@ class Search:
         if not outcome.ended and not links and not outcome.lost:
             suspects = set(test.nodes)
         before = {node for node in test.nodes if self._was_stuck(node)}
-        suspects = {node for node in suspects & before if self._get_state(node, KINDS)[0] != "clean"} or suspects
+        suspects = {node for node in suspects & before if self._judge_node(node, KINDS).state != "clean"} or suspects
         if len(suspects) > HALVED and not links:
             half = len(test.nodes) // 2
             self._queue += [Test(kind=test.kind, nodes=nodes) for nodes in (test.nodes[:half], test.nodes[half:])]
@@ -446,12 +456,12 @@ class Search:
 
         Nodes that are stuck with further nodes do not count, because they may be the cause themselves.
         """
-        ways: Counter[int] = Counter()
+        by_side: Counter[int] = Counter()  # 0: the node sends, 1: it receives
         for link in self._find_stuck_links(node):
             side = link.index(node)
-            other = link[1 - side]
-            ways[side] += all(link == second or second[1 - side] != other for second in self._find_stuck_links(other))
-        return max(ways.values(), default=0)
+            peer = link[1 - side]
+            by_side[side] += all(link == other or other[1 - side] != peer for other in self._find_stuck_links(peer))
+        return max(by_side.values(), default=0)
 
     def _learn_rails(self, test: Test, outcome: Outcome) -> None:
         """Find the rails of the first node that are slower than the median of the faster half of its rails."""
@@ -466,33 +476,60 @@ class Search:
 
     # Judgement
 
-    def _get_state(self, node: int, kinds: tuple[str, ...]) -> tuple[str, list[Measure]]:
-        """Judge a node by its measures of these kinds: "clean", "open", "bad" or "undecided", and the slow measures."""
-        if self._running or (node, kinds) not in self._states:  # not cached while a round is reported
-            self._states[node, kinds] = self._judge_kinds(node, kinds)
-        return self._states[node, kinds]
-
-    def _judge_kinds(self, node: int, kinds: tuple[str, ...]) -> tuple[str, list[Measure]]:
+    def _judge_node(self, node: int, kinds: tuple[str, ...]) -> Judgement:
+        """Judge a node by its measures of these kinds."""
+        if not self._running and (node, kinds) in self._judgements:  # while a round is reported, measures are added
+            return self._judgements[node, kinds]
         groups: dict[tuple[str, bool], list[Measure]] = defaultdict(list)
         for measure in self._measures[node]:
             if measure.what == "stuck" and not measure.excess:
                 groups.pop(("stuck", False), None)  # the node has moved bytes since then
             elif measure.kind in kinds:
                 groups[measure.what, measure.kind == "alone"].append(measure)
-        ways = self._count_stuck_peers(node) if ("stuck", False) in groups else 0
-        states = [_judge_measures(group, self._sigmas, self.sigma, ways) for group in groups.values()]
-        for word in ("bad", "open", "undecided"):
-            if slow := [measure for state, rows in states if state == word for measure in rows]:
-                return word, slow
-        return "clean", []
+        stuck_peers = self._count_stuck_peers(node) if ("stuck", False) in groups else 0
+        judgements = [self._judge_measures(group, stuck_peers) for group in groups.values()]
+        worst = next((s for s in ("bad", "open", "undecided") if s in {each.state for each in judgements}), "clean")
+        slow = [measure for each in judgements if each.state == worst for measure in each.slow]
+        self._judgements[node, kinds] = Judgement(worst, slow)
+        return self._judgements[node, kinds]
+
+    def _judge_measures(self, measures: Sequence[Measure], stuck_peers: int) -> Judgement:
+        """Judge the measures of one property of a node; `stuck_peers` is the result of `_count_stuck_peers`.
+
+        It is bad if it was slow in three rounds (stuck: in two), in more of them than not, and by similar amounts.
+        """
+        slow = [m for m in measures if m.is_slow(self._sigmas, LEAST[m.kind])]
+        if not slow:
+            return Judgement("clean")
+        worst = max(slow, key=lambda m: m.excess)
+        slow = [m for m in measures if m.is_slow(SIGMAS_AGAIN, LEAST[m.kind] / 2)]
+        usual = median_low(m.excess for m in slow)
+        slow = [m for m in slow if m.excess >= usual / 2]
+        others = [m for m in measures if m not in slow and m.kind == worst.kind]
+        normal = [m for m in others if usual > (SIGMAS_AGAIN + 1) * m.sigma]  # would show such an excess
+        rounds = len({m.round for m in slow})
+        if worst.what == "stuck":  # with two nodes, or in two whole groups: one stuck transfer may be a bad link
+            is_bad = rounds >= 2 and max(stuck_peers, sum(not m.links for m in slow)) >= 2
+        else:
+            is_bad = rounds >= 3 and len(slow) > len(normal)
+        if not is_bad and len(normal) >= len(slow):
+            return Judgement("clean")
+        if not is_bad and len({m.round for m in measures}) < TRIES:
+            return Judgement("open", slow)
+        # The usual excess must be visible in the noise of the groups: a chance event in one round and small deviations
+        # in the others are no fault, and repeats do not reveal noise that lasts for a whole test.
+        noise = self._sigmas * max(self.sigma.get(worst.kind, 0.0), worst.sigma)
+        if worst.what != "stuck" and usual <= max(LEAST[worst.kind], noise):
+            return Judgement("clean")
+        return Judgement("bad" if is_bad else "undecided", slow)
 
     def _find_open_nodes(self, kinds: tuple[str, ...]) -> list[int]:
         """Return the nodes that need more measurements, without nodes that are bad for another reason."""
         return [
             node for node in sorted(self._measures)
-            if node not in self.lost and self._get_state(node, kinds)[0] == "open"
-            and (kinds == ("alone",) or self._get_state(node, ("alone",))[0] != "bad")
-            and self._get_state(node, ("near", "far"))[0] != "bad"
+            if node not in self.lost and self._judge_node(node, kinds).state == "open"
+            and (kinds == ("alone",) or self._judge_node(node, ("alone",)).state != "bad")
+            and self._judge_node(node, ("near", "far")).state != "bad"
         ]  # fmt: skip
 
     def _was_stuck(self, node: int) -> bool:
@@ -503,7 +540,7 @@ class Search:
 
     def _is_clean(self, node: int) -> bool:
         """Whether the node may be the partner of a suspect."""
-        return node not in self.lost and self._is_measured(node) and self._get_state(node, KINDS)[0] == "clean"
+        return node not in self.lost and self._is_measured(node) and self._judge_node(node, KINDS).state == "clean"
 
     def _judge_link(self, link: Link) -> str:
         """Judge a link: "clean", "open" or "bad". Unlike a node, a link is clean after one measure that is not slow.
@@ -543,12 +580,14 @@ class Search:
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
         verdicts = [self._make_verdict(node) for node in range(self.nodes)]
-        outside = {v.node for v in verdicts if v.reason == "slow" and {m.kind for m in v.measures} == {"far"}}
-        uplinks = self.find_slow_uplinks() if outside else {}
         changed = {v.node: replace(v, seen=self._compare_domains()) for v in verdicts if v.reason == "noise"}
-        for node in outside:
-            if self.domains[node] in uplinks:  # which explains its slow transfers
-                changed[node] = replace(verdicts[node], state="not judged", reason="uplink")
+        slow = [v for v in verdicts if v.reason == "slow" and self._judge_node(v.node, ("near",)).state == "clean"]
+        far = [(m.excess, self.domains[n], m.what) for n, of in self._measures.items() for m in of if m.kind == "far"]
+        least = {(domain, what): excess for excess, domain, what in sorted(far, reverse=True)}
+        for v in slow:  # with all nodes of the domain about as slow, its uplinks may be the cause
+            common = min(least.get((self.domains[v.node], what), 0.0) for what in v.what)
+            if common / (1 + common) > v.loss / 2 and len(self._members[self.domains[v.node]]) > 1:
+                changed[v.node] = replace(v, state="not judged", reason="uplink")
         return [changed.get(verdict.node, verdict) for verdict in verdicts]
 
     def _make_verdict(self, node: int) -> Verdict:
@@ -557,7 +596,7 @@ class Search:
         if node in self.lost:
             return Verdict(node=node, state="bad", reason="lost", seen=self.lost[node], loss=1.0)
         for kinds, reason in ((("alone",), "part"), (("near", "far"), "slow")):
-            state, slow = self._get_state(node, kinds)
+            state, slow = self._judge_node(node, kinds)
             if state == "clean":
                 continue
             parts = tuple(dict.fromkeys(measure.what for measure in slow))
@@ -630,36 +669,6 @@ def combine_passes(
         pairs=tuple((a, b, excess[a, b]) for a in drawn for b in drawn if (a, b) in excess),
         uplinks=tuple({domain: loss for one in passes for domain, loss in one.find_slow_uplinks().items()}.items()),
     )  # fmt: skip
-
-
-def _judge_measures(
-    measures: Sequence[Measure], sigmas: float, noise: Mapping[str, float], ways: int
-) -> tuple[str, list[Measure]]:
-    """Judge the measures of one property of a node.
-
-    It is bad if it was slow in three rounds (stuck: in two), in more of them than not, and by similar amounts.
-    """
-    first = max((m for m in measures if m.is_slow(sigmas, LEAST[m.kind])), key=lambda m: m.excess, default=None)
-    if first is None:
-        return "clean", []
-    slow = [m for m in measures if m.is_slow(SIGMAS_AGAIN, LEAST[m.kind] / 2)]
-    usual = median_low(m.excess for m in slow)
-    slow = [m for m in slow if m.excess >= usual / 2]
-    normal = [m for m in measures if m not in slow and usual > (SIGMAS_AGAIN + 1) * m.sigma and m.kind == first.kind]
-    rounds = len({m.round for m in slow})
-    if first.what == "stuck":  # with two nodes, or in two whole groups, because one stuck transfer may be a bad link
-        is_bad = rounds >= 2 and max(ways, sum(not m.links for m in slow)) >= 2
-    else:
-        is_bad = rounds >= 3 and len(slow) > len(normal)
-    if not is_bad and len(normal) >= len(slow):
-        return "clean", []
-    if not is_bad and len({m.round for m in measures}) < TRIES:
-        return "open", slow
-    # The usual excess must be visible in the noise of the groups: a chance event in one round and small deviations in
-    # the others are no fault, and repeats do not reveal noise that lasts for a whole test.
-    if first.what != "stuck" and usual <= max(LEAST[first.kind], sigmas * max(noise.get(first.kind, 0.0), first.sigma)):
-        return "clean", []
-    return ("bad" if is_bad else "undecided"), slow
 
 
 def compute_loss(measures: Iterable[Measure]) -> float:

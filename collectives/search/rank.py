@@ -1,4 +1,4 @@
-"""One rank of a search: `python -m collectives.search.rank PLACE`, where PLACE is a Place as JSON.
+"""One rank of a search: `python -m collectives.search.rank SETTINGS`, where SETTINGS are RankSettings as JSON.
 
 The rank waits for the next round in the store of the coordinator, runs the test that contains its node, and stores its
 result. Each test has its own process groups, one for each rail (ranks with the same local number). No collective spans
@@ -30,13 +30,13 @@ ALL_REDUCE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The position of a rank, and the settings of the search."""
+class RankSettings:
+    """The settings of one rank of a search: those of the search, and the position of the rank."""
 
     store: str  # "host:port" on node 0, to which all nodes connect
     nodes: int
     node: int
-    local: int
+    local: int  # number of the rank on its node
     ranks: int  # of this node
     host: str
     domain: str
@@ -50,7 +50,7 @@ class Place:
 
 
 class StuckError(RuntimeError):
-    """A transfer in which no byte moved; `source` and `target` are ranks in the group."""
+    """A transfer in which no byte moved; `source` and `target` are positions of nodes in the test."""
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(f"no byte moved from {source} to {target}")
@@ -62,22 +62,22 @@ def note_path(journal: str, node: int) -> Path:
     return Path(f"{journal}.node-{node}")
 
 
-def connect(place: Place) -> Any:
+def connect(settings: RankSettings) -> Any:
     """Connect to the coordinator's store, which may not listen yet. Raises torch's DistStoreError, or OSError."""
     from torch.distributed import TCPStore
 
-    host, _, port = place.store.rpartition(":")
-    until = time.monotonic() + place.wait_seconds
+    host, _, port = settings.store.rpartition(":")
+    until = time.monotonic() + settings.wait_seconds
     while True:
         try:
             socket.getaddrinfo(host.strip("[]"), None)
             return TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False,
                             timeout=timedelta(seconds=10))  # fmt: skip
         except (OSError, RuntimeError) as error:
-            if isinstance(error, OSError) and place.journal:
+            if isinstance(error, OSError) and settings.journal:
                 reason = f"it cannot resolve {host}, the name of node 0 ({error.strerror})"
                 with suppress(OSError):  # the folder may not exist on this node
-                    note_path(place.journal, place.node).write_text(reason, encoding="utf-8")
+                    note_path(settings.journal, settings.node).write_text(reason, encoding="utf-8")
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)
@@ -86,19 +86,19 @@ def connect(place: Place) -> Any:
 class Ring:
     """The process group of one rail in one test. Exchanges data with one source and one target at a time."""
 
-    def __init__(self, place: Place, store: Any, me: int, size: int, device: str) -> None:
+    def __init__(self, settings: RankSettings, store: Any, me: int, size: int, device: str) -> None:
         """Create the group. It connects at the first exchange."""
         import torch
         import torch.distributed as dist
 
-        self._place, self._me, self._size, self._device = place, me, size, device
+        self._settings, self._me, self._size, self._device = settings, me, size, device
         self._moved = 0
         self._errors: list[RuntimeError] = []
-        count = max(1, place.bytes // CHUNKS)
+        count = max(1, settings.bytes // CHUNKS)
         self._out = torch.zeros(count, dtype=torch.uint8, device=device)
         self._in = torch.zeros(count, dtype=torch.uint8, device=device)
-        limit = timedelta(seconds=max(1.0, place.silence_seconds / 5))  # gloo tries five times to connect
-        if place.backend == "gloo":
+        limit = timedelta(seconds=max(1.0, settings.silence_seconds / 5))  # gloo tries five times to connect
+        if settings.backend == "gloo":
             gloo, options = dist.ProcessGroupGloo, dist.ProcessGroupGloo._Options()
             name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
             network = gloo.create_device(interface=name, lazy_init=True) if name else gloo.create_default_device(True)
@@ -115,7 +115,7 @@ class Ring:
         source, target = (self._me - stride) % self._size, (self._me + stride) % self._size
         arrived: list[float] = []
         self._errors.clear()
-        if self._place.backend == "gloo":
+        if self._settings.backend == "gloo":
             jobs: list[Callable[[], None]] = [
                 lambda: self._transfer(self._group.recv, self._in, source, arrived),
                 lambda: self._transfer(self._group.send, self._out, target, []),
@@ -130,7 +130,7 @@ class Ring:
             next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.05)
             if self._moved != moved:
                 moved, since = self._moved, time.monotonic()
-            elif time.monotonic() - since > self._place.silence_seconds:
+            elif time.monotonic() - since > self._settings.silence_seconds:
                 raise StuckError(*((source, self._me) if threads[0].is_alive() else (self._me, target)))
         if self._errors:
             text = str(self._errors[0])
@@ -146,7 +146,7 @@ class Ring:
 
     def _transfer(self, start: Callable[..., Any], buffer: Any, other: int, arrived: list[float]) -> None:
         for work in [start([buffer], other, chunk) for chunk in range(CHUNKS)]:
-            work.wait(timedelta(seconds=self._place.silence_seconds))
+            work.wait(timedelta(seconds=self._settings.silence_seconds))
             self._moved += 1
             arrived.append(time.perf_counter())
 
@@ -181,25 +181,25 @@ class Ring:
 class Rank:
     """One rank of the search."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.device = f"cuda:{place.local}" if place.backend == "nccl" else "cpu"
+    def __init__(self, settings: RankSettings) -> None:
+        self.settings = settings
+        self.device = f"cuda:{settings.local}" if settings.backend == "nccl" else "cpu"
         self.progress = 0
         self.where = "joined"
-        self.store = connect(place)
-        self._name = f"{place.node}/{place.local}"
+        self.store = connect(settings)
+        self._name = f"{settings.node}/{settings.local}"
 
     def start(self) -> None:
         """Join the search and start the heartbeat."""
         import torch
 
-        if self.place.backend == "nccl":
+        if self.settings.backend == "nccl":
             torch.cuda.set_device(self.device)
-        described = {name: getattr(self.place, name) for name in ("host", "domain", "model", "nvlink", "ranks")}
+        described = {name: getattr(self.settings, name) for name in ("host", "domain", "model", "nvlink", "ranks")}
         self._next_round = int(self.store.add("rounds", 0)) + 1  # no round starts before this rank has joined
-        first = json.loads(self.store.compare_set(f"join/{self._name}", "", json.dumps(described)))
-        if first["host"] != self.place.host:
-            sys.exit(f"{first['host']} has joined with --node-rank {self.place.node}, which must differ for each node")
+        row = json.loads(self.store.compare_set(f"join/{self._name}", "", json.dumps(described)))
+        if row["host"] != self.settings.host:
+            sys.exit(f"{row['host']} has joined with --node-rank {self.settings.node}, which must differ for each node")
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
@@ -233,7 +233,7 @@ class Rank:
                 pass
             posted = json.loads(self.store.get(f"round/{number}"))
             for index, test in enumerate(posted["tests"]):
-                if self.place.node in test["nodes"]:
+                if self.settings.node in test["nodes"]:
                     self.where = f"round {number}, test {index}"
                     key = f"test/{posted['run']}/{number}/{index}"
                     result = self._test_node(key) if test["kind"] == "alone" else self._test_transfers(key, test)
@@ -244,7 +244,7 @@ class Rank:
         import torch
         from torch.distributed import PrefixStore
 
-        kind = self.device.partition(":")[0]
+        settings, kind = self.settings, self.device.partition(":")[0]
         size = MATMUL_SIZE[kind]
         left = torch.ones(size, size, device=self.device, dtype=torch.float32 if kind == "cpu" else torch.bfloat16)
         best, until = float("inf"), time.monotonic() + MATMUL_SECONDS
@@ -252,11 +252,11 @@ class Rank:
         clock = time.process_time if kind == "cpu" else time.perf_counter
         while time.monotonic() < until:
             best = min(best, _time_call(lambda: left @ left, self.device, clock))
-        parts = [(f"{'GPU' if kind == 'cuda' else 'rank '}{self.place.local} matmul", best)]
-        if self.place.ranks > 1:
-            ring = Ring(self.place, PrefixStore(key, self.store), self.place.local, self.place.ranks, self.device)
+        parts = [(f"{'GPU' if kind == 'cuda' else 'rank '}{settings.local} matmul", best)]
+        if settings.ranks > 1:
+            ring = Ring(settings, PrefixStore(key, self.store), settings.local, settings.ranks, self.device)
             seconds = ring.all_reduce()
-            parts += [("node all_reduce", seconds)] if self.place.local == 0 else []
+            parts += [("node all_reduce", seconds)] if settings.local == 0 else []
             ring.close()
         return {"alone": parts}
 
@@ -264,27 +264,26 @@ class Rank:
         """Send to every other node of the test in turn. All nodes do so at the same time, step by step."""
         from torch.distributed import PrefixStore
 
-        nodes: list[int] = test["nodes"]
+        settings, nodes = self.settings, list[int](test["nodes"])
+        position = nodes.index(settings.node)
         result: dict[str, Any] = {"transfers": [], "stuck": [], "left": ""}
-        ring = Ring(self.place, PrefixStore(f"{key}/{self.place.local}", self.store), nodes.index(self.place.node),
-                    len(nodes), self.device)  # fmt: skip
-        rails = range(self.place.ranks) if test["rails"] else [-1]
+        ring = Ring(settings, PrefixStore(f"{key}/{settings.local}", self.store), position, len(nodes), self.device)
+        rails = range(settings.ranks) if test["rails"] else [-1]
         strides = [stride for stride in range(1, len(nodes)) for _ in range(test["repeats"])]
-        turns = range(ITERATIONS)
-        steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in turns]
+        steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in range(ITERATIONS)]
         times: list[float] = []
         try:
             for number, (rail, stride, turn) in enumerate(steps):
-                if rail in (-1, self.place.local):
+                if rail in (-1, settings.local):
                     times = [*(times if turn else []), ring.exchange(stride)]
                     if turn == ITERATIONS - 1:
-                        source = nodes[(nodes.index(self.place.node) - stride) % len(nodes)]
-                        result["transfers"].append((source, self.place.node, rail, sorted(times)[len(times) // 2]))
-                if not self._wait_for_step(f"{key}/{number}", len(nodes) * self.place.ranks):
+                        source = nodes[(position - stride) % len(nodes)]
+                        result["transfers"].append((source, settings.node, rail, sorted(times)[len(times) // 2]))
+                if not self._wait_for_step(f"{key}/{number}", len(nodes) * settings.ranks):
                     break
                 self.progress += 1
         except StuckError as error:
-            result["stuck"] = [[nodes[place] for place in error.link]]
+            result["stuck"] = [[nodes[end] for end in error.link]]
         except RuntimeError as error:  # the peer has left
             result["left"] = str(error)[:300]
         if result["stuck"] or result["left"]:
@@ -326,12 +325,12 @@ def _time_call(work: Callable[[], Any], device: str, clock: Callable[[], float] 
 
 def main(text: str) -> None:
     """Run the rank that `text` describes until the search ends."""
-    rank = Rank(Place(**json.loads(text)))
+    rank = Rank(RankSettings(**json.loads(text)))
     rank.start()
     try:
         rank.run()
     except RuntimeError as error:  # the store is gone: the heartbeat thread restarts this process
-        sys.stderr.write(f"node {rank.place.node}: {error}\n")
+        sys.stderr.write(f"node {rank.settings.node}: {error}\n")
         time.sleep(10 * BEAT_SECONDS)
 
 

@@ -18,7 +18,7 @@ import cattrs
 from collectives.bench import processes
 from collectives.search.coordinator import read_journal
 from collectives.search.plan import SearchResult
-from collectives.search.rank import Place
+from collectives.search.rank import RankSettings
 from contracts.host_list import expand_host_list
 
 COORDINATORS = 4  # one, and its replacements if it dies
@@ -32,7 +32,7 @@ class SearchError(RuntimeError):
 class SearchSpec:
     """The part of this node in a search."""
 
-    place: Place  # of the first rank that this process starts
+    rank: RankSettings  # the first one that this process starts
     locals: tuple[int, ...]  # local ranks to start; another process may start the others of this node
     limit_seconds: float
     environment: Mapping[str, str]  # for the ranks, in addition to that of this process
@@ -46,26 +46,26 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
     Raises processes.BusyError if the node is in use, SearchError if the search did not finish.
     """
     processes.refuse_busy_gpus(spec.gpu_pids, spec.force)
-    place, is_first = spec.place, 0 in spec.locals
+    rank, has_local_0 = spec.rank, 0 in spec.locals
     with ExitStack() as stack:
-        if is_first:
+        if has_local_0:
             stack.enter_context(processes.lock_host())
         folder = stack.enter_context(processes.run_folder())
         output = stack.enter_context((folder / "output.log").open("wb"))
-        settings = replace(place, journal=place.journal or str(folder / "journal.jsonl"))
-        if place.node == 0:  # the store runs on this host
-            place = replace(place, store=f"localhost:{place.store.rpartition(':')[2]}")
-        trees = [_start("rank", replace(place, local=local), output, spec.environment) for local in spec.locals]
+        settings = replace(rank, journal=rank.journal or str(folder / "journal.jsonl"))
+        if rank.node == 0:  # the store runs on this host
+            rank = replace(rank, store=f"localhost:{rank.store.rpartition(':')[2]}")
+        trees = [_start("rank", replace(rank, local=local), output, spec.environment) for local in spec.locals]
         try:
-            if place.node == 0 and is_first:
+            if rank.node == 0 and has_local_0:
                 output = stack.enter_context((folder / "coordinator.log").open("wb"))
                 return _run_coordinator(settings, output, spec.limit_seconds, note, stop)
             until = time.monotonic() + spec.limit_seconds
             for tree in trees:  # until the coordinator has ended them
                 if reason := tree.wait(until, stop):
-                    raise SearchError(f"{place.host}: {reason}")
+                    raise SearchError(f"{rank.host}: {reason}")
             if all(tree.process.returncode for tree in trees):
-                raise SearchError(f"{place.host}: all ranks ended before the coordinator ({spec.place.store})")
+                raise SearchError(f"{rank.host}: all ranks ended before the coordinator ({spec.rank.store})")
             return None
         except SearchError as error:
             text = Path(output.name).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
@@ -75,7 +75,7 @@ def search(spec: SearchSpec, note: Callable[[str], None], stop: threading.Event)
                 tree.end()
 
 
-def _start(module: str, settings: Place, output: Any, variables: Mapping[str, str]) -> processes.Tree:
+def _start(module: str, settings: RankSettings, output: Any, variables: Mapping[str, str]) -> processes.Tree:
     # NCCL: an init that does not finish must not block the process (PyTorch, "ProcessGroupNCCL environment").
     environment = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_USE_COMM_NONBLOCKING": "1", **os.environ, **variables}
     command = [sys.executable, "-m", f"collectives.search.{module}", json.dumps(asdict(settings))]
@@ -83,7 +83,7 @@ def _start(module: str, settings: Place, output: Any, variables: Mapping[str, st
 
 
 def _run_coordinator(
-    settings: Place, output: Any, limit: float, note: Callable[[str], None], stop: threading.Event
+    settings: RankSettings, output: Any, limit: float, note: Callable[[str], None], stop: threading.Event
 ) -> SearchResult:
     """Run the coordinator, restart it if it dies, and return the result from its journal."""
     until, size, journal = time.monotonic() + limit, 0, Path(settings.journal)

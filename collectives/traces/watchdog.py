@@ -78,7 +78,7 @@ class _Reader:
         self.default: set[str] = set()
         self.stacks: dict[tuple[int, int], list[str]] = {}  # by rank and number of its call that timed out: frames
         self.stack: list[str] | None = None  # that is being read
-        self.absent: list[int] = []  # ranks that fr_trace misses in the call that it describes
+        self.absent: list[int] = []  # ranks that fr_trace misses in the first call that it describes
         self.before: tuple[int, str, int] | None = None  # rank, group, own rank of the line before: a line may be torn
 
     def line(self, line: str) -> None:
@@ -124,10 +124,10 @@ class _Reader:
         if missed := _TEXTS["barrier"].search(line):
             self.report.late.update({int(rank): missed[2] for rank in missed[1].split(",") if rank.strip().isdecimal()})
         elif match := _TEXTS["absent"].search(line):
-            ranks = [int(rank) for rank in re.findall(r"\d{1,7}", match[2])]
+            ranks = [int(rank) for rank in re.findall(r"\b\d{1,7}\b", match[2])]
             if match[1] == "expected" and 2 * len(self.absent) < len(ranks) and not self.report.late:
                 self.report.late.update(dict.fromkeys(self.absent, ""))  # those of a later call may wait for these
-            self.absent = ranks if match[1] == "missing" else []
+            self.absent = self.absent or ranks * (match[1] == "missing")
         elif match := _TEXTS["joins"].search(line):
             join = self.report.joins.setdefault(match[3], Join(world=int(match[4])))
             join.joined, join.over = max(join.joined, int(match[5])), join.over or match[1] == "Timed out"
@@ -230,9 +230,9 @@ class _Reader:
 
 def read(lines: Iterable[str]) -> LogFacts:
     """Read the lines of a log."""
-    reader, before = _Reader(), ""
+    reader, line = _Reader(), ""
     for text in map(str.strip, lines):
-        line = before = before + text if _TEXTS["wrapped"].search(before) and "ank" not in text else text
+        line = line + text if len(line) < 1_000 and _TEXTS["wrapped"].search(line) and "ank" not in text else text
         if any(needle in line for needle in _NEEDLES):
             reader.line(line)
         else:

@@ -51,13 +51,13 @@ def machine(name: str) -> Known:
     if row := _rows_by_name().get(_PUNCTUATION.sub("", query)):
         return row
     near = difflib.get_close_matches(query, [row.name for row in catalogue()], n=3, cutoff=0.4)
-    hint = "; --sweep compares several machines" if "," in name else f"; nearest: {', '.join(near)}" if near else ""
+    hint = "; --sweep compares several machines" if "," in name else f"; similar: {', '.join(near)}" if near else ""
     gpu = re.sub(r"(?<=[a-z])(?=[0-9])", " ?", re.sub(r"\A\d+x|[\W_]", "", query))  # rtx4090 is named "RTX 4090"
     if with_gpu := [row.name for row in catalogue() if gpu and re.search(rf"\b{gpu}\b", row.gpu.lower())]:
-        hint = f"; with this GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses fewer of its GPUs)"
+        hint = f"; machines with this GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses only some of the GPUs)"
     raise MachineError(
-        f"machine={name!r}: not in the catalogue{hint}; --machine list names all, and "
-        "--host reads a recording of your own (topoflight capture)"
+        f"machine={name!r}: not in the catalogue{hint}. --machine list prints all machines. To use a machine "
+        "of your own, record it with `topoflight capture` and give --host FILE"
     )
 
 

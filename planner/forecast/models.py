@@ -64,8 +64,8 @@ def model_named(name: str) -> ModelSpec:
     spec = _BY_KEY.get(key) or _BY_KEY.get(re.sub(r"v0\.\d$", "", key))
     if spec is not None:
         return replace(spec, name=name.strip()) if _HUB_ID.fullmatch(name.strip()) else spec
-    near = difflib.get_close_matches(key, _BY_KEY, n=3, cutoff=0.5)
-    hint = f"; nearest: {', '.join(_BY_KEY[k].name for k in near)}" if near else ""
+    near = dict.fromkeys(_BY_KEY[k].name for k in difflib.get_close_matches(key, _BY_KEY, n=3, cutoff=0.5))
+    hint = f"; nearest: {', '.join(near)}" if near else ""
     raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
 
 

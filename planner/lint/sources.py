@@ -141,7 +141,7 @@ def explain_nothing(text: str, reading: Reading) -> str:
     """Return the error message for a text in which no variable was found."""
     lines = {number: row for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)}
     if not lines:
-        return f"no variable of NCCL, PyTorch's process groups or their plugins in it; it was read as: {reading.form}"
+        return f"no variable of NCCL, its plugins or PyTorch's process groups is set; it was read as: {reading.form}"
     if reading.form != FORMS["other"] and all(row.lstrip().startswith("#") for row in lines.values()):
         return f"NCCL's variables are named only in comments ({list_lines(lines)}); it was read as: {reading.form}"
     looks = _first(_PATTERNS["foreign"], text)

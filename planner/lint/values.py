@@ -147,7 +147,7 @@ def _describe_garbage(name: str, entry: NcclName) -> str:
 def default_of(name: str, entry: NcclName) -> str:
     """Describe the default of a variable. A negative number means that NCCL chooses."""
     default = entry.default.removeprefix("unset ")
-    default = "what NCCL chooses by itself" if default[:1] == "-" or default == "unset" else f"its default {default}"
+    default = "the value NCCL would choose" if default[:1] == "-" or default == "unset" else f"its default {default}"
     return "its default 4194304 (4 MiB)" if name == "NCCL_BUFFSIZE" else default  # src/init.cc DEFAULT_BUFFSIZE
 
 

@@ -43,8 +43,6 @@ from probes.hostinfo.probe import HostinfoFacts
 from probes.rdma.facts import RdmaFacts
 from topology.derive import find_reference
 
-Port = tuple[str, PortView]  # with its host
-
 
 def ib_hca(case: Situation) -> Setting | Note | None:
     """NCCL_IB_HCA, if NCCL would otherwise use a port that the job must not use."""
@@ -262,16 +260,16 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
     roce = _list_roce_ports(case)
     if not roce:
         return None
-    if bare := [port for port in roce if is_unaddressed(port[1])]:
+    if bare := [view for view in roce if is_unaddressed(view)]:
         return note("gid_index.link_local", _list_ports(bare, lambda view: view.name))
     older = case.older_than(_DYNAMIC_GID)
     if several := _find_several_subnets(case):
         index, addresses = "NCCL_IB_GID_INDEX, the entry's index", "NCCL_IB_ADDR_RANGE, a range that covers it"
         return note("gid_index.several_subnets", by_host(several), lever=index if older is True else addresses)
-    indices = {_find_v2_ipv4_index(view) for _, view in roce}
+    indices = set(map(_find_v2_ipv4_index, roce))
     all_known = None not in indices
     listed = _list_ports(roce, lambda view: f"{view.name} index {_find_v2_ipv4_index(view)}")
-    if unread := [port for port in roce if not port[1].port.gids_known]:
+    if unread := [view for view in roce if not view.port.gids_known]:
         return note("gid_index.unread", _list_ports(unread, lambda view: view.name))
     version = version_text(case.nccl_version) if case.nccl_version else "version unknown"
     if older is not True:  # the address family or RoCE v1: handled by the rules below
@@ -285,11 +283,11 @@ def ib_gid_index(case: Situation) -> Setting | Note | None:
 
 def ib_addr_family(case: Situation) -> Setting | Note | None:
     """NCCL_IB_ADDR_FAMILY, if not every port has the IPv4 address that NCCL looks for, but the fabric has IPv6."""
-    roce = [port for port in _list_roce_ports(case) if port[1].port.gids and not is_unaddressed(port[1])]
-    without = [port for port in roce if not _has_family(port[1], 4)]
+    roce = [view for view in _list_roce_ports(case) if view.port.gids and not is_unaddressed(view)]
+    without = [view for view in roce if not _has_family(view, 4)]
     if not without or case.older_than(_DYNAMIC_GID) is True:
         return None
-    if not all(_has_family(view, 6) for _, view in roce):
+    if not all(_has_family(view, 6) for view in roce):
         return note("addr_family.mixed", _list_ports(roce, _families))
     evidence = _list_ports(without, lambda view: f"{view.name} {len(view.port.gids)} GIDs, none IPv4 of RoCE v2")
     return setting("addr_family.ipv6", "AF_INET6", evidence, *([] if case.nccl_version else ["gid_index.read_since"]))
@@ -297,8 +295,8 @@ def ib_addr_family(case: Situation) -> Setting | Note | None:
 
 def ib_roce_version(case: Situation) -> Setting | None:
     """NCCL_IB_ROCE_VERSION_NUM, if the ports only support RoCE v1."""
-    roce = [port for port in _list_roce_ports(case) if any(gid.type for gid in port[1].port.gids)]
-    has_v2 = any(gid.type == "RoCE v2" for _, view in roce for gid in view.port.gids)
+    roce = [view for view in _list_roce_ports(case) if any(gid.type for gid in view.port.gids)]
+    has_v2 = any(gid.type == "RoCE v2" for view in roce for gid in view.port.gids)
     if not roce or has_v2 or case.older_than(_DYNAMIC_GID) is True:
         return None
     evidence = _list_ports(roce, lambda view: view.name)
@@ -315,9 +313,9 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
         return None
     if (published := list_published(case).get("NCCL_IB_TC")) is not None:
         return published
-    classes = {view.port.traffic_class for _, view in roce if view.port.traffic_class}
-    lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
-    pfc_configs = {view.port.pfc_priorities for _, view in roce if view.port.pfc_priorities is not None}
+    classes = {view.port.traffic_class for view in roce if view.port.traffic_class}
+    lossless = {priority for view in roce for priority in view.port.pfc_priorities or ()}
+    pfc_configs = {view.port.pfc_priorities for view in roce if view.port.pfc_priorities is not None}
     if _uses_pcp(roce):
         return None  # the class is not used: `ib_service_level`
     if len(classes) == 1:
@@ -335,16 +333,16 @@ def ib_traffic_class(case: Situation) -> Setting | Note | None:
     if classes or lossless:
         evidence = f"traffic classes {sorted(classes)}, PFC priorities {sorted(lossless)}"
         return note("traffic_class.classes_differ", evidence)
-    if all(view.port.pfc_priorities is None and view.port.traffic_class is None for _, view in roce):
+    if all(view.port.pfc_priorities is None and view.port.traffic_class is None for view in roce):
         return note("traffic_class.unread")
     return note("traffic_class.lossy")
 
 
-def _choose_class(priority: int, roce: Sequence[Port]) -> Setting | Note:
+def _choose_class(priority: int, roce: Sequence[PortView]) -> Setting | Note:
     evidence = _list_ports(roce, _describe_protected)
-    if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for _, view in roce):
+    if priority == _NVIDIA_PRIORITY and all(_is_nvidia(view) for view in roce):
         return setting("traffic_class.nvidia", str(_NVIDIA_CLASS), evidence, priority=priority)
-    mapped = sorted({code for _, view in roce for code, to in view.port.dscp_priorities or () if to == priority})
+    mapped = sorted({code for view in roce for code, to in view.port.dscp_priorities or () if to == priority})
     if mapped:
         evidence += f"; the ports map DSCP {_join_numbers(mapped)} to priority {priority}"
     return note("traffic_class.dscp_unknown", evidence, priority=priority)
@@ -353,7 +351,7 @@ def _choose_class(priority: int, roce: Sequence[Port]) -> Setting | Note:
 def ib_service_level(case: Situation) -> Setting | Note | None:
     """NCCL_IB_SL, if the ports classify by the priority bits of the VLAN tag instead of by DSCP."""
     roce = _list_roce_ports(case)
-    lossless = {priority for _, view in roce for priority in view.port.pfc_priorities or ()}
+    lossless = {priority for view in roce for priority in view.port.pfc_priorities or ()}
     if not _uses_pcp(roce) or not lossless or "NCCL_IB_TC" in list_published(case):
         return None
     evidence = _list_ports(roce, lambda view: f"{_describe_protected(view)}, trust pcp")
@@ -365,8 +363,8 @@ def ib_service_level(case: Situation) -> Setting | Note | None:
     return setting("service_level.of_priority", str(priority), evidence, priority=priority)
 
 
-def _uses_pcp(roce: Sequence[Port]) -> bool:
-    return bool(roce) and all(view.port.trust == "pcp" for _, view in roce)
+def _uses_pcp(roce: Sequence[PortView]) -> bool:
+    return bool(roce) and all(view.port.trust == "pcp" for view in roce)
 
 
 def _is_tagged(node: NodeView, view: PortView) -> bool:
@@ -390,14 +388,13 @@ def _join_numbers(priorities: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(priorities)))
 
 
-def _list_roce_ports(case: Situation) -> list[Port]:
+def _list_roce_ports(case: Situation) -> list[PortView]:
     """Return the RoCE ports that the job will use."""
-    ports = [(node.hostname, view) for node in case.nodes for view in choose_ports(node).chosen]
-    return [port for port in ports if port[1].port.link_layer == "Ethernet"]
+    return [view for node in case.nodes for view in choose_ports(node).chosen if view.port.link_layer == "Ethernet"]
 
 
-def _list_ports(ports: Sequence[Port], text: Callable[[PortView], str]) -> str:
-    return by_host((host, text(view)) for host, view in ports)
+def _list_ports(ports: Iterable[PortView], text: Callable[[PortView], str]) -> str:
+    return by_host((view.hostname, text(view)) for view in ports)
 
 
 def _families(view: PortView) -> str:

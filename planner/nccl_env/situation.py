@@ -33,8 +33,9 @@ _HSN = re.compile(r"hsn\d+")  # Slingshot interface names, given by HPE's host s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortView:
-    """A port together with its device."""
+    """A port together with its host and its device."""
 
+    hostname: str
     device: RdmaDevice
     port: RdmaPort
 
@@ -118,7 +119,7 @@ class NodeView:
         """Return every port of a device that NCCL's IB transport could use, up or down; none for a job over TCP."""
         facts = None if self.sockets else self.facts(RdmaFacts)
         devices = [device for device in facts.accessible if device.kind in VERBS_KINDS] if facts else []
-        return tuple(PortView(device=device, port=port) for device in devices for port in device.ports)
+        return tuple(PortView(hostname=self.hostname, device=d, port=port) for d in devices for port in d.ports)
 
     def default_ports(self) -> tuple[PortView, ...]:
         """Return the ports that NCCL uses without NCCL_IB_HCA: ACTIVE, InfiniBand or Ethernet."""

@@ -6,59 +6,67 @@ The search applies these rules to each layout, and the fine-tune job to the layo
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from contracts.layout import EIGHT_BITS, Layout
 from planner.forecast.engine import Engine
 from planner.forecast.specs import ModelSpec, TrainSpec
 
-Broken = Iterator[tuple[str, str]]  # names of rules, and their reasons
+
+class Violation(NamedTuple):
+    """A rule that a layout violates."""
+
+    rule: str  # its name: "heads-divide"
+    reason: str  # "12 attention heads are not divisible by TP=8"
 
 
 def list_limits(engine: Engine, model: ModelSpec, train: TrainSpec, layout: Layout) -> list[str]:
     """Return all reasons why an engine cannot run a layout of a model, on a GPU of any kind."""
     broken = [*check_split(engine, model, layout), *check_weights(engine, model, train)]
-    reasons = [reason for _, reason in (*broken, *check_stages(engine, model, layout))]
+    reasons = [each.reason for each in (*broken, *check_stages(engine, model, layout))]
     lacks = explain_lack(engine, model, train, layout, has_gpu=True)
     return [lacks, *reasons] if lacks else reasons
 
 
-def check_split(engine: Engine, model: ModelSpec, layout: Layout) -> Broken:
+def check_split(engine: Engine, model: ModelSpec, layout: Layout) -> Iterator[Violation]:
     """Tensor parallelism splits whole attention heads and the columns of the MLP evenly."""
     if model.heads % layout.tp:
-        yield "heads-divide", f"{model.heads} attention heads are not divisible by TP={layout.tp}"
+        yield Violation("heads-divide", f"{model.heads} attention heads are not divisible by TP={layout.tp}")
     # Megatron replicates key and value heads if there are too few.
     if model.kv_heads % layout.tp and not (engine.copies_kv_heads and layout.tp % model.kv_heads == 0):
-        yield "kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={layout.tp}"
+        yield Violation("kv-heads-divide", f"{model.kv_heads} key/value heads are not divisible by TP={layout.tp}")
     columns = [model.expert_ffn, model.shared_expert_ffn] if model.experts else [model.ffn]
     columns += [model.ffn] if model.dense_layers else []
     if uneven := next((width for width in columns if width % layout.tp), None):
-        yield "ffn-divides", f"MLP width {uneven} is not divisible by TP={layout.tp}"
+        yield Violation("ffn-divides", f"MLP width {uneven} is not divisible by TP={layout.tp}")
 
 
-def check_weights(engine: Engine, model: ModelSpec, train: TrainSpec) -> Broken:
+def check_weights(engine: Engine, model: ModelSpec, train: TrainSpec) -> Iterator[Violation]:
     """Quantised weights have no gradient, and the fine-tune job cannot load them (finetune/model.py)."""
     if model.quantised and (train.method == "full" or not engine.loads_quantised):
         reason = f"the weights are quantised ({model.quantised}): name the model that they were made from"
-        yield "weights-can-train", reason
+        yield Violation("weights-can-train", reason)
 
 
-def check_stages(engine: Engine, model: ModelSpec, at: Layout) -> Broken:
+def check_stages(engine: Engine, model: ModelSpec, at: Layout) -> Iterator[Violation]:
     """Each chunk of a pipeline has at least one layer, or the embedding or the head.
 
     With fewer micro-batches than stages a pipeline is never full, and torch's 1F1B schedule rejects it.
     """
     layers, times, chunks = model.layers, at.gradient_accumulation, at.pp * at.virtual_stages
     if chunks > (most_chunks(engine, model) if at.virtual_stages > 1 else layers):
-        yield "enough-layers", f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {layers}"
+        reason = f"PP={at.pp} x {at.virtual_stages} chunks need more layers than the model's {layers}"
+        yield Violation("enough-layers", reason)
     if 0 in at.stage_layers and not engine.empty_ends:
-        yield "enough-layers", f"stage_layers {at.stage_layers}: each stage needs at least one layer"
+        yield Violation("enough-layers", f"stage_layers {at.stage_layers}: each stage needs at least one layer")
     if at.stage_layers and sum(at.stage_layers) != layers:
-        yield "stages-sum", f"stage_layers add up to {sum(at.stage_layers)}, the model has {layers} layers"
+        yield Violation("stages-sum", f"stage_layers add up to {sum(at.stage_layers)}, the model has {layers} layers")
     if at.pp > 1 and times < at.pp:
-        yield "enough-micro-batches", f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {times}"
+        reason = f"PP={at.pp} needs at least {at.pp} micro-batches, but there are {times}"
+        yield Violation("enough-micro-batches", reason)
     elif at.schedule == "interleaved" and times % at.pp:
         reason = f"{times} micro-batches are not a multiple of PP={at.pp}, as interleaving needs"
-        yield "enough-micro-batches", reason
+        yield Violation("enough-micro-batches", reason)
 
 
 def most_chunks(engine: Engine, model: ModelSpec) -> int:

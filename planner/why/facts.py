@@ -415,7 +415,7 @@ class RunFacts:
 
 def make_open_verdict(rows: Sequence[str], seconds: float, waiting: tuple[int, ...] = ()) -> Verdict:
     """No fault so far: what others wait for, as sentences, and the wait from which on it is one."""
-    line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s"
+    line = f"nothing is stuck yet: {rows[0]}; it counts as a fault after {seconds:.0f} s (--limit)"
     return Verdict(state="fine", line=line, not_at_fault=tuple(rows[:8]), waiting=waiting)
 
 

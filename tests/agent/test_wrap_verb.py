@@ -216,7 +216,7 @@ def test_a_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     script.write_text("")
     shown = topoflight("launch", "--script", script, "--dry-run", "--ranks", "2", "--", "--lr", "a b")
     assert shown.exit_code == 0 and "--nproc-per-node=2" in shown.stdout and f"{script} --lr 'a b'" in shown.stdout
-    assert "forecast: unknown: the arguments name no model_name_or_path" in shown.stderr
+    assert "forecast: unknown: the arguments of the command name no model" in shown.stderr
     python = tmp_path / "venv" / "bin" / "python"  # an environment first on PATH, without torchrun: it is taken
     python.parent.mkdir(parents=True)
     (tmp_path / "venv" / "pyvenv.cfg").write_text("")

@@ -106,6 +106,30 @@ def test_slow_transfers_between_domains_explain_why_no_node_was_judged():
     assert {(v.state, v.reason, v.seen) for v in unnamed.verdicts()} == {("not judged", "noise", "")}
 
 
+UPLINKS = [
+    # Excess of the time of what rack "c" sends and receives, other faults by node.
+    (0.4, 0.4, {}),  # less than half of the rate is lost
+    (2.0, 0.0, {}),  # in one direction
+    (2.0, 2.0, {6: ("opaque", 0.0, "both")}),  # no test within the rack ends
+    (2.0, 2.0, {6: ("dies", 0.0, "both"), 7: ("dies", 0.0, "both")}),  # one node of the rack is left
+]
+
+
+@each_row("sends, receives, others", UPLINKS)
+def test_nodes_of_a_rack_with_slow_uplinks_are_accused_only_by_tests_within_it(sends, receives, others):
+    """Of the slow nodes one is in another rack, and one is alone in its rack, which has no tests within it."""
+    racks = [*(name for name in "abcdefgh" for _ in range(3)), "i"]
+    score = bench.Score()
+    pairs = [(a, b) for a in range(25) for b in range(25) if racks[a] != racks[b] and "c" in (racks[a], racks[b])]
+    fleet = bench.Fleet(
+        domains=racks, sigma=0.005, draw=random.Random(1), own=[1.0] * 25,
+        faults={0: ("slow", 2.0, "both"), 24: ("slow", 2.0, "both"), **others},
+        links={pair: sends if racks[pair[0]] == "c" else receives for pair in pairs},
+    )  # fmt: skip
+    bench.search(fleet, "", score)
+    assert (score.accused, score.missed) == ([], [])
+
+
 def test_the_slow_rail_of_a_slow_node_is_named():
     found = run([""] * 8, lambda a, b, rail: 2.0 if 3 in (a, b) and rail in (-1, 2) else 1.0, rails=4)
     assert [(v.node, v.rails) for v in found.verdicts() if v.state == "bad"] == [(3, (2,))]
@@ -215,12 +239,12 @@ def test_the_calls_of_nccl_are_those_of_torch(monkeypatch):
     import torch
     from torch.distributed import HashStore
 
-    from collectives.search.rank import Place, Ring
+    from collectives.search.rank import RankSettings, Ring
 
-    place = Place(store="", nodes=1, node=0, local=0, ranks=1, host="", domain="", model="", nvlink="",
-                  backend="gloo", bytes=1 << 10, silence_seconds=10, wait_seconds=10)  # fmt: skip
+    settings = RankSettings(store="", nodes=1, node=0, local=0, ranks=1, host="", domain="", model="", nvlink="",
+                            backend="gloo", bytes=1 << 10, silence_seconds=10, wait_seconds=10)  # fmt: skip
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ring = Ring(place, HashStore(), 0, 1, "cpu")
+    ring = Ring(settings, HashStore(), 0, 1, "cpu")
     with pytest.raises(RuntimeError, match="oalescing"):
         ring._exchange_with_nccl(0, 0, [])
 

@@ -30,6 +30,7 @@ from agent.checks.verdict import GateError
 from agent.cli.bundle import BundleError, unpack_bundle
 from agent.cli.main import cli
 from collectives.bench.results import MAX_RESULT_BYTES, read_result
+from collectives.traces import watchdog
 from collectives.traces.rank_files import RankFileError, read as read_trace, read_state
 from collectives.traces.ras import RasError, read as read_ras
 from contracts import bounded, run_record
@@ -119,12 +120,20 @@ def test_blank_lines_cost_time_in_proportion() -> None:
     assert time.process_time() - began < 3.0
 
 
+def test_lines_that_are_joined_cost_time_in_proportion() -> None:
+    """A line is joined with the next one while it looks cut within a call, so a log may join all its lines."""
+    began = time.process_time()
+    watchdog.read(["WorkNCCL(SeqNum=1"] * 5_000)
+    assert time.process_time() - began < 3.0
+
+
 @pytest.mark.long
 def test_a_pickle_costs_bounded_time_and_memory() -> None:
     """Whatever is in it: one byte may make a dict, and asks for 600 MiB in a file of 8 MB."""
     python("""
 import re, resource, time
 resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
+from collectives.traces import watchdog
 from collectives.traces.rank_files import RankFileError, unpickle
 def peak():  # MiB of this program; ru_maxrss would begin at the peak of the process that started it
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) >> 10

@@ -25,7 +25,7 @@ from agent.jobs.search import format_slurm_hosts, make_findings, make_resolvable
 from agent.jobs.slurm import SlurmError, find_job_files
 from collectives.search.coordinator import coordinate, read_journal
 from collectives.search.plan import SearchResult
-from collectives.search.rank import Place, connect, note_path
+from collectives.search.rank import RankSettings, connect, note_path
 from collectives.traces.rank_files import NAME, RankState
 from contracts import plain
 from contracts.finding import Finding
@@ -384,18 +384,18 @@ def test_nodes_that_cannot_reach_the_rendezvous_are_not_accused(joins, is_noted,
     for node in joins:
         described = {"host": f"node0{node + 1}", "domain": "", "model": "", "nvlink": "", "ranks": 1}
         store.set(f"join/{node}/0", json.dumps(described))
-    place = Place(store="nowhere.invalid:29400", nodes=3, node=2, local=0, ranks=1, host="node03", domain="", model="",
-                  nvlink="", backend="gloo", bytes=1 << 20, wait_seconds=1.0, silence_seconds=0.5,
+    settings = RankSettings(store="nowhere.invalid:29400", nodes=3, node=2, local=0, ranks=1, host="node03", domain="",
+                  model="", nvlink="", backend="gloo", bytes=1 << 20, wait_seconds=1.0, silence_seconds=0.5,
                   journal=str(tmp_path / "journal"))  # fmt: skip
-    note_path(place.journal, 2).write_text("of an earlier search")
+    note_path(settings.journal, 2).write_text("of an earlier search")
 
     def fail_to_connect() -> None:
         with pytest.raises(OSError, match="Name or service"):
-            connect(replace(place, wait_seconds=0.0))
+            connect(replace(settings, wait_seconds=0.0))
 
     if is_noted:
         threading.Timer(0.5, fail_to_connect).start()
-    coordinate(place, store)
+    coordinate(settings, store)
     result = structure(read_journal(tmp_path / "journal")[-1]["result"], SearchResult)
     assert [verdict.state for verdict in result.verdicts] == states and words in result.verdicts[2].seen, result
     finding = make_findings(result)[2]

@@ -104,9 +104,10 @@ def parse(text: str, source: str = "text") -> NodeTopology:
         raise TopologyFileError(source, 1, _text("xml"))
     lines = list(_split_lines(text))
     matrix = _find_matrix(lines, 0, source)
-    if matrix is None or not matrix.rows:
+    if matrix and matrix.rows:
+        _drop_columns_without_labels(matrix, source)
+    if not (matrix and matrix.rows):  # prose about "GPU2" and "GPU3"
         raise _make_no_matrix_error(lines, source)
-    _drop_columns_without_labels(matrix, source)
     is_whole = text[-1:].isspace()
     for row in matrix.rows:
         _read_row(row, matrix, ends_text=matrix.ends_text and row is matrix.rows[-1], whole=is_whole)
