@@ -287,9 +287,8 @@ def read_memory(raw: Raw, gpu: Gpu, world: int) -> tuple[float | None, str]:
     ):
         value /= world
     framework = text_of(raw, "framework")
-    if "torchtune" in framework:  # logs torch.cuda.max_memory_allocated
-        return value, "tensors"
-    if "reserved" not in kind and re.search(r"model:|active|alloc|max over run", kind):
+    allocated = "torchtune" in framework  # logs torch.cuda.max_memory_allocated
+    if "reserved" not in kind and (allocated or re.search(r"model:|active|alloc|max over run", kind)):
         return value, "tensors"
     if re.search(r"smi|nvml|device", kind) or ("printed" in kind and "deepspeed" in framework):
         return value, "device"  # DeepSpeed prints no peak, so such tables have the values of nvidia-smi

@@ -125,7 +125,7 @@ def _read_kubeconfig(configuration: Configuration, paths: str, context: str | No
     currents = (config.get("current-context") for config in merged.config_files.values())
     name = context or next(filter(None, currents), None)
     if name not in (contexts := [each["name"] for each in merged.config["contexts"].value]):
-        raise AccessError(f"{paths}: no context named {name!r}; there are: {', '.join(contexts) or 'none'}")
+        raise AccessError(f"{paths}: no context named {name!r}; there are: {', '.join(map(str, contexts)) or 'none'}")
     loader = KubeConfigLoader(merged.config, active_context=name, config_base_path=None)
     loader.load_and_set(configuration)
     active = loader.current_context["context"]

@@ -54,7 +54,8 @@ IN_HALF = StateBytes(2.0, 2.0, 4.0)
 
 def fullest_stage(model: ModelSpec, layout: Layout) -> float:
     """Return the number of layers of the largest pipeline stage."""
-    return _most_layers(layout.stage_layers, layout.pp) if layout.stage_layers else float(-(-model.layers // layout.pp))
+    stages, pp = layout.stage_layers, layout.pp
+    return float(max(sum(stages[i::pp]) for i in range(pp)) if stages else -(-model.layers // pp))
 
 
 def uneven_stages(layers: int, stages: int) -> tuple[int, ...]:
@@ -79,11 +80,6 @@ def last_stage(model: ModelSpec, layout: Layout) -> float:
     if not stages and missing in (1, 2):  # embedding and head each count as one layer
         stages = uneven_stages(model.layers, layout.pp * layout.virtual_stages)
     return float(sum(stages[layout.pp - 1 :: layout.pp])) if stages else fullest_stage(model, layout)
-
-
-@lru_cache(maxsize=1024)
-def _most_layers(stage_layers: tuple[int, ...], pp: int) -> float:
-    return float(max(sum(stage_layers[i::pp]) for i in range(pp)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,6 +193,7 @@ class Engine:
     # kernels
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert
     groups_experts: bool = False  # one kernel, torch's grouped_mm, multiplies all of a rank's experts
+    weighs_in_fp32: bool = False  # multiplies experts' outputs by the router's weights in separate fp32 kernels
     expert_bytes: tuple[float, ...] = (0.0,) * 4  # in HBM, per element of experts' outputs and first products; biased
     cuda_graph_arguments: tuple[str, ...] = ()  # with these, one CUDA graph replays a step of experts in mxfp8
     liger: bool = False  # if the loss is fused, so are norms, RoPE and gates: transformers' Liger patch
@@ -210,6 +207,7 @@ class Engine:
     chunks_loss: bool = False  # the loss is fused even if the layout does not say so
     loss_again: bool = False  # the fused loss recomputes each chunk and its projection in the backward pass
     logits_bytes: float = 12.0  # peak bytes per token and vocabulary entry around the loss
+    splits_loss: bool = True  # a fused loss never has the logits of all tokens
     bucket_bytes: float = 0.0  # flat communication buffers, with data parallelism
     gradient_buffer: bool = False  # one buffer holds all gradients during the whole step
     adds_in_products: bool = False  # products accumulate gradients over micro-batches, without a separate pass
@@ -316,10 +314,13 @@ class Engine:
         h, columns = float(model.hidden), mixer_columns(model)
         hidden, inner = self.stored_tensors(share)
         split = layout.tp if layout.sequence_parallel else 1
-        stored = hidden * h / split + (columns + inner * mlp_width(model)) / layout.tp
-        # The input of each expert. Its output too, unless fused kernels multiply by the router's weights before it.
+        # An adapter of a column-parallel product keeps its gathered input (ParallelLinearAdapter of Megatron-Bridge).
+        adapted = set(share.train.lora_targets if share.adapters else ())
+        whole = bool(adapted & {"q_proj", "k_proj", "v_proj"}) + (not model.experts and "up_proj" in adapted)
+        stored = ((hidden - whole) / split + whole) * h + (columns + inner * mlp_width(model)) / layout.tp
+        # The input of each expert. Its output too, in two or four bytes, unless fused kernels weigh before it.
         mixtures = (model.layers - model.dense_layers) / model.layers
-        copies = model.experts_per_token * (1.0 if self.fused else 2.0)
+        copies = model.experts_per_token * (1.0 if self.fused else 3.0 if self.weighs_in_fp32 else 2.0)
         stored += copies * mixtures * h / (layout.tp if layout.ep > 1 else split)
         if self.uses_cuda_graph(model, layout):  # pages of the stash: --moe-paged-stash-buffer-size-factor-cuda 1.2
             stored += 0.2 * mixtures * model.experts_per_token * (h + inner * model.expert_ffn) / layout.tp
@@ -375,7 +376,7 @@ class Engine:
     def logits(self, share: Share) -> float:
         """Return the bytes of the loss's logits and their gradients."""
         columns = share.model.vocab / share.layout.tp
-        if not share.layout.fused_cross_entropy:
+        if not (share.layout.fused_cross_entropy and self.splits_loss):
             return share.tokens * columns * self.logits_bytes
         return columns * min(2.0 * share.tokens, 1024.0 * self.logits_bytes)  # in chunks of 1024 tokens
 

@@ -153,14 +153,16 @@ def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> tuple[f
     total = share.layers * (boundary if full else per_layer)
     if layout.checkpointing == "none":  # the graph of each active micro-batch contains the weights it used
         total, copies = total + copies, 0.0
-    again = layer + (2.0 * share.largest if copies else 0.0) if full else layer - per_layer
+    # Gradients at the start of the backward pass of a layer's experts, counted with a TorchDispatchMode.
+    working = 6.0 * boundary * share.model.experts_per_token if engine.weighs_in_fp32 else 0.0
+    again = working + (layer + (2.0 * share.largest if copies else 0.0) if full else layer - per_layer)
     logits = engine.logits(share)
     # The loss, and so the forward pass, is complete before a layer is recomputed.
     first = micro_batches_held(layout) * total + max(again, copies)
     last = micro_batches_held(layout, last=True) * total + max(again, copies + logits)
     if layout.pp > 1 and (first_stage or first > last):
-        return per_layer, first, 0.0
-    return per_layer, last - logits, logits
+        return per_layer + working, first, 0.0
+    return per_layer + working, last - logits, logits
 
 
 def _count_backward(
@@ -177,11 +179,9 @@ def _count_backward(
     each = engine.state_bytes(share).gradients * share.model.vocab * share.model.hidden
     by = share.group if engine.shards_gradients(share) else 1.0
     head = min(gradients, each / layout.tp / by)  # the first and largest of them
-    if share.train.optimizer_in_backward:
+    at_first = not persistent and activations + logits + head >= gradients + per_layer
+    if share.train.optimizer_in_backward or at_first:
         gradients = head
     elif not persistent:
-        if activations + logits + head >= gradients + per_layer:
-            gradients = head
-        else:
-            activations, logits = min(activations + logits, per_layer), 0.0
+        activations, logits = min(activations + logits, per_layer), 0.0
     return gradients + buckets, activations, logits

@@ -1,5 +1,6 @@
 """Memory by stack, counted by hand from what its code stores; by the width of numbers; what DDP stores of gradients."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -40,14 +41,76 @@ def test_torchtitan_keeps_every_second_product() -> None:
 
 
 def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
-    """Qwen3-30B-A3B: q 4096, kv 512, h 2048, 8 experts a token. 141.8 GiB were measured in 8 B200, 136 are forecast."""
+    """Qwen3-30B-A3B: q 4096, kv 512, h 2048, 8 experts a token. 141.8 GiB were measured in 8 B200."""
     engine, model = find_engine("torchtitan"), model_named("Qwen3-30B-A3B")
     one, eight = (Layout(world_size=8, dp_shard=8, micro_batch=2, checkpointing="selective", ep=ep) for ep in (1, 8))
     activations = [engine.selective_activations(share_of(model, FULL, layout), 0.0) for layout in (one, eight)]
     assert activations == [TOKENS * HALF * columns for columns in (2 * 4096 + 512, 2 * 4096 + 512 + 2 * 8 * 2048)]
     full, model = replace(eight, micro_batch=1, checkpointing="full"), replace(model, layers=12, vocab=64000)
     layer = engine.layer_activations(share_of(model, FULL, full))  # at the end of the backward pass
-    assert memory_parts(model, FULL, full, engine).activations == layer
+    routed = 8192.0 * 8 * 2048
+    in_half = replace(engine, weighs_in_fp32=False).layer_activations(share_of(model, FULL, full))
+    assert layer - in_half == HALF * routed  # experts' outputs in four bytes instead of two
+    assert memory_parts(model, FULL, full, engine).activations == layer + 12.0 * routed
+
+
+@pytest.mark.long
+def test_weights_of_experts_in_fp32_need_sixteen_bytes_of_each_output() -> None:
+    """The operators of torchtitan's `combine`: four bytes are saved, and the backward pass adds twelve for a time."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    python_dispatch = pytest.importorskip("torch.utils._python_dispatch")
+    held: dict[int, int] = {}
+    peak = [0]
+
+    class Storages(python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined, unused-ignore]
+        def __torch_dispatch__(self, op, _types, args=(), kwargs=None):  # type: ignore[no-untyped-def, unused-ignore]
+            result = op(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and (storage := result.untyped_storage())._cdata not in held:
+                held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, held.pop, storage._cdata)
+            peak[0] = max(peak[0], sum(held.values()))
+            return result
+
+    tokens, hidden, chosen = 64, 128, 8
+    routed = torch.arange(tokens * chosen) // chosen
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+    scores = torch.rand(len(routed), 1, requires_grad=True)
+    with Storages():
+        found = torch.zeros_like(x).scatter_add(
+            0, routed[:, None].expand(-1, hidden), (x[routed].float() * scores).to(torch.bfloat16)
+        )
+        saved = sum(held.values()) - found.nbytes
+        peak[0] = 0
+        found.backward(torch.ones_like(found))
+    elements = len(routed) * hidden
+    assert saved / elements == pytest.approx(4.0, abs=0.1)
+    assert (peak[0] - found.nbytes - saved) / elements == pytest.approx(12.0, abs=0.5)
+
+
+def test_megatrons_fused_loss_has_the_logits_of_all_tokens() -> None:
+    """`--cross-entropy-loss-fusion` merges kernels; Liger's loss, in other stacks, never has all logits."""
+    layout = Layout(world_size=4, tp=2, dp_shard=2, fused_cross_entropy=True)
+    share = share_of(MODEL, FULL, layout)
+    assert find_engine("megatron").logits(share) == 8.0 * 8192 * 128256 / 2
+    assert find_engine("deepspeed").logits(share) < 2.0 * 8192 * 128256 / 2
+
+
+def test_automodels_loss_is_in_fp32() -> None:
+    """MaskedCrossEntropy: logits in two bytes; log-softmax, its gradient and that of the fp32 logits in four."""
+    share = share_of(MODEL, FULL, Layout(world_size=8, dp_shard=8))
+    assert find_engine("automodel").logits(share) == 14.0 * 8192 * 128256
+
+
+@each_row(("targets", "inputs"), [(("o_proj", "down_proj"), 0), (("q_proj",), 1), (("k_proj", "up_proj"), 2)])
+def test_adapters_keep_the_gathered_inputs_of_column_parallel_products(targets, inputs) -> None:
+    """With sequence parallelism, LoRA's first product gathers the norm's output and saves it whole."""
+    train = replace(FULL, method="lora", lora_targets=targets)
+    engine = find_engine("megatron")
+    split, alone = (
+        engine.layer_activations(share_of(MODEL, train, Layout(world_size=tp, tp=tp, sequence_parallel=tp > 1)))
+        for tp in (4, 1)
+    )
+    assert split == pytest.approx(alone / 4 + inputs * 0.75 * HALF * 8192 * 4096)
 
 
 @each_row(("chunks", "first", "last"), [(1, 4.0, 1.0), (2, 5.5, 2.5), (4, 4.75, 3.25)])
