@@ -198,11 +198,11 @@ class RunRecord:
 
     @property
     def placements(self) -> str:
-        """Describe the effective layout: "FSDP on 2 x cpu (gloo): dp_shard:S(0) x 97"."""
+        """Describe the effective layout: "FSDP on 2 x cpu (gloo): 97 parameters with placement dp_shard:S(0)"."""
         layout = self.layout.effective
         if not layout:
             return "unknown"
-        placed = ", ".join(f"{placement} x {count}" for placement, count in layout.placements.items())
+        placed = ", ".join(f"{count} parameters with placement {name}" for name, count in layout.placements.items())
         size = "?" if layout.world_size is None else layout.world_size
         ranks = f"{size} x {layout.device or '?'} ({layout.backend or '?'})"
         return f"{layout.wrapper or self.layout.family} on {ranks}: {placed or 'nothing sharded'}"

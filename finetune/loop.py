@@ -86,8 +86,7 @@ class Trainer:
         record.model = RunModel(name=config.model_name_or_path, parameters=parameters, trainable=trainable)
         record.data = {"name": config.dataset_name, "mean_tokens": length, **data_counts}
         recorder.write()
-        runs.print_once(f"{layout.family} on {layout.world_size} x {device.type}: {effective.placements}; "
-                   f"{trainable:,} of {parameters:,} parameters train")  # fmt: skip
+        runs.print_once(f"{record.placements}; {trainable:,} of {parameters:,} parameter values are trained")
 
         self.data_rank = dist.get_rank() // layout.tp % layout.data_parallel  # tp is innermost in a mesh, pp outermost
         self.loader, self.test = self._loaders(examples, test)
