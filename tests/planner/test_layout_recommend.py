@@ -39,7 +39,7 @@ def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
         recommend(cluster, (), model_named("GPT-2"), TrainSpec(engine="keras"))
     with pytest.raises(ValueError, match="precision='int3'"):
         recommend(cluster, (), model_named("GPT-2"), TrainSpec(precision="int3"))
-    wrong = {"1xrtx4090": "4xrtx4090 .*fewer", "V100": "p3.16xlarge", "4x A100": "p4d.24xlarge", "l4": "nearest"}
+    wrong = {"1xrtx4090": "4xrtx4090 .*only some", "V100": "p3.16xlarge", "4x A100": "p4d.24xlarge", "l4": "similar"}
     for name, says in wrong.items():
         with pytest.raises(machines.MachineError, match=says):
             machines.machine(name)
