@@ -149,7 +149,7 @@ class Trainer:
     def step(self, number: int, share: rows.Share) -> tuple[dict[str, float], bool]:
         """Run one optimizer step: forward and backward of this rank's share, agreement, clipping, AdamW.
 
-        Returns what is logged of it, and whether a rank was asked to stop; both are equal on every rank.
+        Returns what is logged of it, and whether a rank got a request to stop; both are equal on every rank.
         """
         # Dropout repeats after a resume; ranks of one data share use the same seed, as TP requires.
         torch.manual_seed(self.config.seed + 1_000_003 * (number + 1) + self.data_rank)

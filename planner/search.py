@@ -357,7 +357,7 @@ class _Search:
     named: Mapping[str, object]
     budget: float | None  # limit for the forecast bytes of a rank
     ranking: Ranking = field(default_factory=Ranking)
-    # By family, and by whether a layout is tight, needs too much memory, or offloads: only the best of each is kept.
+    # By family, and by whether a layout is tight, needs too much memory, or offloads: the best of each.
     best: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
     fastest: dict[tuple[object, ...], float] = field(default_factory=dict)  # seconds per step
     missing_bytes: dict[str, float] = field(default_factory=dict)  # by family, of the layout that needs least memory

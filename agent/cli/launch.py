@@ -297,7 +297,7 @@ def wrap(
     options |= {} if is_script else {"monitor": monitor}  # a script always has the monitor
     wrapped, notes = (add_to_script if is_script else wrap_manifest)(text, request.read_hosts(), request, **options)
     print_text(_make_diff(text, wrapped, source, str(output or source)), nl=False)
-    print_notes([*notes, *[LIKE_THIS_HOST] * (not (hosts or machine))])
+    print_notes(notes if hosts or machine else [*notes, LIKE_THIS_HOST])
     if wrapped == text:
         print_text("nothing to add", err=True)
     for path in filter(None, (output, Path(source) if in_place and wrapped != text else None)):

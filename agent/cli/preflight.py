@@ -33,8 +33,9 @@ def preflight(
     from agent.jobs.preflight import REPORTS, judge_nodes, run, write_folder
 
     options = PreflightOptions.of(**values)
-    folder = options.folder or (REPORTS if options.train else None)
-    if folder is REPORTS:
+    folder = options.folder
+    if folder is None and options.train:
+        folder = REPORTS
         require_writable("--report", folder, folder=True)
     if options.nodes is not None or options.selector is not None:
         report = judge_nodes(options)

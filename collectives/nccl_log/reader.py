@@ -293,7 +293,7 @@ class Reader:
                 self.runs.add(self.ledger)
                 self.ledger = Ledger(file=self.file, line=self.ledger.lines, text=line)
                 self._dull.clear()
-                self._writers.clear()  # so that the new part counts the hosts of its own lines
+                self._writers.clear()  # so that only hosts of the new part's lines are counted for it
             self._processes.add(writer.process, None)
         if prefix not in self._writers:
             self.ledger.hosts.add(writer.host)

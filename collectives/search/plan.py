@@ -580,7 +580,9 @@ class Search:
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
         verdicts = [self._make_verdict(node) for node in range(self.nodes)]
-        changed = {v.node: replace(v, seen=self._compare_domains()) for v in verdicts if v.reason == "noise"}
+        noisy = [v for v in verdicts if v.reason == "noise"]
+        seen = self._compare_domains() if noisy else ""
+        changed = {v.node: replace(v, seen=seen) for v in noisy}
         slow = [v for v in verdicts if v.reason == "slow" and self._judge_node(v.node, ("near",)).state == "clean"]
         far = [(m.excess, self.domains[n], m.what) for n, of in self._measures.items() for m in of if m.kind == "far"]
         least = {(domain, what): excess for excess, domain, what in sorted(far, reverse=True)}
