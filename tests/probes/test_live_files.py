@@ -111,8 +111,10 @@ def _in_root(root: Path, path: str) -> str | int:
     """Where the kernel itself says that a path of this root leads, or its errno: openat2(2), RESOLVE_IN_ROOT."""
     libc, folder = ctypes.CDLL(None, use_errno=True), os.open(root, os.O_PATH)
     how = struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, 0x10)
-    descriptor = libc.syscall(437, folder, path.encode(), how, len(how))
-    number = ctypes.get_errno()
+    descriptor, number = -1, errno.EAGAIN
+    while descriptor < 0 and number == errno.EAGAIN:  # a rename or mount anywhere on the host: the caller tries again
+        descriptor = libc.syscall(437, folder, path.encode(), how, len(how))
+        number = ctypes.get_errno()
     os.close(folder)
     if descriptor < 0:
         return number
