@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from agent.checks.codes import EXPECT_CODES
-from agent.checks.host_checks import add_rising_counters, check_node
+from agent.checks.host_checks import EXPECT_CODES, add_rising_counters, check_node
 from agent.checks.verdict import Verdict, judge
 from contracts.finding import Finding, Status
 from contracts.redaction import without_secrets
