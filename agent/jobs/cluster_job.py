@@ -26,9 +26,7 @@ from planner.kubernetes import manifests, networks
 from planner.kubernetes.manifests import MOUNT, RESTARTS, SAVE_SECONDS, Document, JobError, JobSpec, family
 from probes.api import Snapshot
 
-# Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
-NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
-DEVICES = ("nvidia.com/", *NICS)
+DEVICES = ("nvidia.com/", *networks.NICS)  # resource names of device plugins for what a DRA claim requests
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
@@ -67,7 +65,7 @@ def build_spec(advice: Recommendation, options: LaunchOptions) -> JobSpec:
 
 def list_warnings(spec: JobSpec) -> Iterator[str]:
     """Warn about problems of a job that can be launched."""
-    nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
+    nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(networks.NICS)]
     has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
     if spec.nodes > 1 and spec.ipc_lock and not has_nic:
         yield _texts("no_rdma")

@@ -51,7 +51,7 @@ from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from planner.forecast.machines import network_bytes_per_second
 from planner.kubernetes.manifests import Document, JobError, render as render_documents
-from planner.nccl_env.situation import Reason, Setting
+from planner.kubernetes.networks import use_tcp
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -388,24 +388,6 @@ def explain_no_interface(name: str, snapshots: Sequence[Snapshot]) -> str:
                 has = ", ".join(usable) or "none"
                 return f"{snapshot.hostname} has no such interface that is up and has an address; it has: {has}"
     return ""
-
-
-def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
-    """Return the same plan over TCP on this interface, without settings that only RDMA needs."""
-    reason = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
-    settings = tuple(
-        setting for setting in advice.settings
-        if not setting.name.startswith(tuple(_TABLE["rdma_settings"])) and not setting.name.endswith("_SOCKET_IFNAME")
-    )  # fmt: skip
-    backend = "NCCL" if advice.backend == "nccl" else "GLOO"
-    variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
-    if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would otherwise load
-        variables.append(("NCCL_NET", "Socket"))
-    return replace(
-        advice, settings=(*settings, *(Setting(name=n, value=v, reason=reason) for n, v in variables)),
-        needs=tuple(need for need in advice.needs
-                    if need.name not in ("memlock", "capability") and not need.value.startswith(cluster_job.NICS)),
-    )  # fmt: skip
 
 
 def build_documents(

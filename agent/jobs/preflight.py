@@ -25,7 +25,7 @@ from agent.checks import baseline, measured
 from agent.checks.findings import sort_worst_first
 from agent.checks.host_checks import ALL_CODES, BENCH_CODES, RUN_CODES, make_unmeasured
 from agent.checks.verdict import FailOn, GateError, Verdict, describe_unchecked_gpus, judge, select
-from agent.checks.view import View, build_view, fail_full_gpus, with_environment
+from agent.checks.view import View, build_view, with_environment
 from agent.jobs import benchmark, launch
 from agent.jobs.launch import VerbOptions
 from collectives.bench.results import BenchResult
@@ -36,6 +36,7 @@ from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from probes.api import Snapshot, read_host_name
+from probes.gpu.health import fail_full_gpus
 from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import RequiredLinks

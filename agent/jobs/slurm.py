@@ -99,7 +99,8 @@ def _use_interface(
     advice: Recommendation, snapshots: Sequence[Snapshot], interface: str, *, is_recorded: bool
 ) -> tuple[Recommendation, list[str]]:
     """Return the advice for TCP on this interface, and a note if this host, which is not a node, lacks it."""
-    from agent.jobs.networks import explain_no_interface, use_tcp
+    from agent.jobs.networks import explain_no_interface
+    from planner.kubernetes.networks import use_tcp
 
     check_word("--over", interface)
     wrong = explain_no_interface(interface, snapshots)

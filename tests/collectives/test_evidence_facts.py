@@ -14,7 +14,7 @@ from rigs.command import topoflight
 from rigs.logs import read
 from rigs.tables import each_row
 
-from agent.cli.logs import evidence as verb
+from agent.cli.evidence import evidence as verb
 from collectives.nccl_log import evidence
 from collectives.nccl_log.messages import gpus_before_ampere
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError

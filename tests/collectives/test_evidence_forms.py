@@ -9,7 +9,7 @@ from rich.console import Console
 from rigs.logs import read
 from rigs.tables import corpus_folder, each_row, golden_rows
 
-from agent.cli.logs import print_evidence
+from agent.cli.evidence import print_evidence
 from collectives.nccl_log import evidence
 from collectives.nccl_log.codes import CODES
 from collectives.nccl_log.transport import ChannelCount, Evidence

@@ -20,7 +20,7 @@ import pytest
 from rigs.command import topoflight
 from rigs.tables import each_row, rows_of
 
-from agent.cli.logs import why
+from agent.cli.why import why
 from agent.jobs.script import add_monitor
 from agent.why import diagnosis, ranks
 from collectives.bench import processes
