@@ -4,7 +4,7 @@ The script is never run; its statements are followed in the order in which bash 
 way. Then the script is followed again for each condition that only a run decides, with the other outcome of it. OPEN
 replaces text that comes from a program, an argument or the outer environment.
 Specification: POSIX shell (XCU 2.9 commands, 2.14 special built-ins), bash(1); fish set; mpirun(1) -x, Hydra -genv,
-srun(1) and sbatch(1) --export, docker-run(1) -e. docs/decisions/0039 and 0067 list what is not followed.
+srun(1) and sbatch(1) --export, docker-run(1) -e. docs/decisions/0135 lists what is not followed.
 """
 
 from __future__ import annotations
