@@ -92,7 +92,7 @@ def _find_inter(ledger: Ledger) -> str | None:
 
 def mixed(names: list[str]) -> str:
     """Return the transports in words."""
-    return names[0] if len(names) == 1 else "mixed " + " + ".join(names)
+    return names[0] if len(names) == 1 else "mixed " + " + ".join(name.removeprefix("mixed ") for name in names)
 
 
 def _nvlink_joins_nodes(ledger: Ledger) -> bool:
