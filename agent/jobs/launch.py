@@ -32,12 +32,12 @@ _LAST_SECONDS = 1.0  # for processes that ignored SIGTERM or outlived torchrun
 _AGAIN = "run the same command again to resume from the last checkpoint, if one was saved"
 
 
-# The options of verbs as records. Help texts (agent/base/verbs) say what each field means.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerbOptions:
-    """Options of a verb. An option that is not given and has no default is None, empty or False."""
+    """Options of a verb, described by the help texts in agent/base/verbs.
+
+    An option that is not given and has no default is None, empty or False.
+    """
 
     request: Request  # hosts or machine, model, run, and the settings of the job
     require: tuple[str, ...] = ()
