@@ -34,10 +34,7 @@ _AGAIN = "run the same command again to resume from the last checkpoint, if one 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerbOptions:
-    """Options of a verb, described by the help texts in agent/base/verbs.
-
-    An option that is not given and has no default is None, empty or False.
-    """
+    """Options of a verb. One that is not given and has no default is None, empty or False. Help: agent/base/verbs."""
 
     request: Request  # hosts or machine, model, run, and the settings of the job
     require: tuple[str, ...] = ()
