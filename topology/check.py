@@ -252,16 +252,12 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
+    """Report a virtual machine; a note for a scan, where probes.pci judges it and knows NCCL's topology file."""
     if node.virtual and len(node.gpus) > 1:
         # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
         is_not = "may not be" if ", or " in node.virtual else "is not"
-        evidence = (f"product: {node.product}",) if node.product else ()
-        sku, efa = node.sku or "", any(nic.kind == "efa" for nic in node.nics)
-        case = " files" if node.topology_files and not efa else " efa" if efa or sku.startswith("AWS") else ""
-        case = case or " azure" * sku.startswith("Azure")
-        files = " or ".join(node.topology_files[:3])
-        fields = {"is_not": is_not, "virtual": node.virtual, "files": files}
-        yield finding(TEXTS, f"topology.virtual{case}", None, "", evidence, **fields)
+        status = Status.INFO if node.source == "probes" else None
+        yield finding(TEXTS, "topology.virtual", status, "", (), is_not=is_not, virtual=node.virtual)
 
 
 def _check_rails(node: NodeTopology) -> Iterator[Finding]:

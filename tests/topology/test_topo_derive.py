@@ -46,6 +46,9 @@ def node(gpus, words, *, capability=A100, model=None, nics=(), **fields):
     return complete(NodeTopology(hostname="n", gpus=made, nics=wires, pairs=tuple(pairs), **fields))
 
 
+ONE_BRIDGE = node(3, {"else": "PHB"}, nics=("mlx5_0",))
+
+
 def plan(topology, scope="node", op="all_gather"):
     return next(e for e in with_expectations(topology).expectations if (e.scope, e.op) == (scope, op))
 
@@ -122,6 +125,9 @@ def test_what_follows_from_the_pairs():
         "PCIe cards are no HGX": (find_reference(node(8, {}, model="NVIDIA H100 PCIe")), None),
         "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
         "and its loss is reported": ("This node has 7 GPUs, HGX H100/H200 has 8" in describe_departures(SEVEN), True),
+        "PHB everywhere is a hypervisor's, unless the host is known to be physical": (
+            [complete(replace(ONE_BRIDGE, virtual=None), is_physical=known).virtual is None for known in (False, True)],
+            [False, True]),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "a board of unknown model may be one": (
             [codes(with_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
