@@ -263,7 +263,8 @@ def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
         # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
         is_not = "may not be" if ", or " in node.virtual else "is not"
         status = Status.INFO if node.source == "probes" else None
-        yield finding(TEXTS, "topology.virtual", status, "", (), is_not=is_not, virtual=node.virtual)
+        evidence = (f"product: {node.product}",) if node.product else ()
+        yield finding(TEXTS, "topology.virtual", status, "", evidence, is_not=is_not, virtual=node.virtual)
 
 
 def _check_rails(node: NodeTopology) -> Iterator[Finding]:
