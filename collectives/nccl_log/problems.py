@@ -135,15 +135,15 @@ class _Findings:
         self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = "",
         hosts: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """Add a problem once: of `hosts`, or of the hosts that wrote its messages or the lines that prove it."""
+        """Add a problem once: of `hosts` and all their ranks, of its writers, or of the hosts that wrote its proof."""
         if code in self.problems:
             return
         meaning = CODES[code]
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         proof = proof or (*self.prove_variables(*meaning.variables), *self.proof(*meaning.proof))
         writers = self.ledger.writers_of(code) if len(hosts) != 1 else ()  # both ends of a connection: who reports it
-        hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
         ranks = self.ledger.ranks_of(writers) if writers else self.ledger.ranks_on(hosts)
+        hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
         self.problems[code] = make_problem(
             code, detail, lines=self._select_lines(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, severity=severity or meaning.severity,
