@@ -201,8 +201,8 @@ def _read_channels(folder: Path, began: float) -> NcclChannels | None:
     logs = [each for each in sorted(folder.glob("*.log")) if each.stat().st_mtime >= began] if folder.is_dir() else []
     if not logs:
         return None
-    log = evidence.read_files(logs)
-    verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(log, require_gdrdma=False), "unknown")
+    log = evidence.read_files(logs, require_gdrdma=False)
+    verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(log), "unknown")
     return NcclChannels(verdict=verdict, channels=dict(log.transports), log=str(folder))
 
 

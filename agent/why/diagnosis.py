@@ -304,8 +304,12 @@ def _list_counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
 def _make_cause(problem: LogProblem) -> Cause:
     """Return the cause for a log problem, with its hosts if one of them is at fault."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
-    place = f"{problem.place}: " if problem.place else ""
-    return Cause(code=problem.code, message=place + problem.message, evidence=lines, action=problem.action,
+    message = f"{problem.place}: {problem.message}" if problem.place else problem.message
+    if problem.place and problem.code in _CODES["of_waiting"]:
+        message = f"{problem.message} (reported by {problem.place})"
+    if problem.code == "python_traceback" and problem.lines:
+        message += f": {problem.lines[0].text}"
+    return Cause(code=problem.code, message=message, evidence=lines, action=problem.action,
                  nodes=problem.hosts if problem.code in _CODES["of_hosts"] else ())  # fmt: skip
 
 
@@ -315,16 +319,16 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
     after a signal have not failed.
     """
-    less_exact, ends_of_job = _CODES["less_exact"], _CODES["ends_of_job"]
-    lines = {p.code: _make_cause(p).evidence for p in log.problems if p.code != "job_failed"}
-    verdict = replace(verdict, causes=tuple(
-        replace(cause, evidence=cause.evidence or lines.get(less_exact.get(cause.code, cause.code), ()))
-        for cause in verdict.causes))  # fmt: skip
-    codes = (*ends_of_job, *(cause.code for cause in verdict.causes))
-    codes = (*codes, *(code for cause, code in less_exact.items() if cause in codes))
+    ends_of_job = _CODES["ends_of_job"]
+    lines = {code: _make_cause(p).evidence for p in log.problems if p.code != "job_failed"
+             for code in (p.code, *_CODES["less_exact"].get(p.code, ()))}  # fmt: skip
+    causes = tuple(replace(cause, evidence=cause.evidence or lines.get(cause.code, ())) for cause in verdict.causes)
+    verdict, known = replace(verdict, causes=causes), {cause.code for cause in causes}
+    codes = (*ends_of_job, *known, *(p for p, more in _CODES["less_exact"].items() if not known.isdisjoint(more)))
     if facts.is_over or (facts.log.terminated and not facts.log.stopped):
         codes = (*codes, "job_stopped")
-    rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes]
+    rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes
+            and not any(p.action == cause.action and {*p.hosts} <= {*cause.nodes} for cause in causes)]  # fmt: skip
     causes = tuple(_make_cause(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     diagnosed = any(p.code.startswith("diag_") for p in rows)  # these do not need a channel
     if evidence.exit_code(log) == 5 and log.outcome == "unknown" and not diagnosed:  # no channel, and no end
@@ -369,13 +373,9 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         sentence = f"a step takes {measured:.3g} s; the forecast was {forecast.low:.3g} to {forecast.high:.3g} s"
         exposed = record.communication.exposed_share if record.communication else None
         waiting = (f"collectives not overlapped with computation take {exposed:.0%} of the step",) if exposed else ()
-        cause = Cause(
-            code="step.slow", message=f"steps take {times:.1f} times the forecast", evidence=(sentence, *waiting)
-        )
-        causes = (*verdict.causes, cause)
-        return replace(
-            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
-        )
+        cause = make_cause("step_slow", times=f"{times:.1f}", evidence=(sentence, *waiting))
+        line = verdict.line if verdict.causes else f"slow: {cause.message}"
+        return replace(verdict, state="slow", line=line, causes=(*verdict.causes, cause))
     return verdict
 
 
