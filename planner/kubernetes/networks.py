@@ -26,8 +26,7 @@ from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 
 RESOURCE = "rdma_shared_device_eth"  # name of the RoCE devices that the device plugin shares, after "rdma/"
-# Resource names of device plugins for NICs: shared, by SR-IOV, or of EFA.
-NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
+NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")  # resources of device plugins: shared, by SR-IOV, of EFA
 _OF_RDMA = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")  # variables that only RDMA needs
 _MAX_RAILS = 254  # the networks from 192.168.2.0/24 to the end of this private block (RFC 1918)
 
@@ -85,19 +84,14 @@ def attach(
 def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
     """Return the same plan over TCP on this interface, without settings that only RDMA needs."""
     reason = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
-    settings = tuple(
-        setting for setting in advice.settings
-        if not setting.name.startswith(_OF_RDMA) and not setting.name.endswith("_SOCKET_IFNAME")
-    )  # fmt: skip
+    others = [s for s in advice.settings if not (s.name.startswith(_OF_RDMA) or s.name.endswith("_SOCKET_IFNAME"))]
     backend = "NCCL" if advice.backend == "nccl" else "GLOO"
     variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
     if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would otherwise load
         variables.append(("NCCL_NET", "Socket"))
-    return replace(
-        advice, settings=(*settings, *(Setting(name=n, value=v, reason=reason) for n, v in variables)),
-        needs=tuple(need for need in advice.needs
-                    if need.name not in ("memlock", "capability") and not need.value.startswith(NICS)),
-    )  # fmt: skip
+    added = (Setting(name=name, value=value, reason=reason) for name, value in variables)
+    needs = tuple(n for n in advice.needs if n.name not in ("memlock", "capability") and not n.value.startswith(NICS))
+    return replace(advice, settings=(*others, *added), needs=needs)
 
 
 def _make_settings(
