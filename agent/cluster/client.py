@@ -307,5 +307,4 @@ def _make_error(path: str, status: int, raw: bytes, headers: Mapping[str, str]) 
     hints = (found.expand(hint) for code, words, hint in _HINTS if code == status and (found := re.search(words, text)))
     hint = f"; this cluster may lack the definition of {path}" if unserved else next(hints, "")
     after = headers.get("Retry-After", "")
-    return ApiError(status, text + hint,
-                    retry_after=float(after) if after.isdecimal() else None)  # fmt: skip
+    return ApiError(status, text + hint, retry_after=float(after) if after.isdecimal() else None)
