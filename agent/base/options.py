@@ -231,7 +231,7 @@ _TYPES: dict[str, click.ParamType[Any]] = {
     "text": click.STRING,
 }
 _PACKAGES = ("agent", "collectives", "contracts", "hardware", "planner", "probes", "topology")
-_OWN_MEMBERS = ("shared", "without", "most", "http", "requires", "excludes")  # all others belong to click.option
+_OWN_MEMBERS = ("shared", "without", "most", "requires", "excludes")  # all others belong to click.option
 
 
 def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
@@ -407,6 +407,6 @@ def question_model() -> type[BaseModel]:
         elif kind is str:
             limits["max_length"] = row["most"]
         default = row.get("default", False if kind is bool else None)
-        about = Field(default, description=row.get("http", row["help"]), alias=get_parameter(option), **limits)
+        about = Field(default, description=row["help"], alias=get_parameter(option), **limits)
         members[name] = kind if default is not None else kind | None, about
     return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **members)

@@ -23,7 +23,6 @@ FILE_ERRORS = (
 
 with open(__file__.replace(".py", ".toml"), "rb") as table:  # noqa: PTH123 - --help needs no pathlib
     VERBS: dict[str, tuple[str, str]] = {verb: (module, line) for verb, (module, line) in tomllib.load(table).items()}
-"""The module and the help line of each verb."""
 
 
 class LazyGroup(click.Group):
