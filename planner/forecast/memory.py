@@ -81,7 +81,8 @@ def count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
 
     gradients, optimizer = trained(engine.shards_gradients(share)), trained(share.zero > 0)
     if share.adapters:
-        adapter = 4.0 if share.in_fp32 else engine.adapter_bytes
+        halved = engine.halves_adapters and share.train.method == "qlora" and not share.sharded
+        adapter = 4.0 if share.in_fp32 else 2.0 if halved else engine.adapter_bytes
         # Modules that PEFT copies to train them fully stay in the model's type, and so do their states.
         mean = adapter + (engine.loaded_bytes(share) - adapter) * share.whole / max(1.0, share.trained)
         in_weights = _count_frozen(engine, share, sharded=share.zero == 3) + mean * trained(share.zero == 3)
@@ -154,7 +155,7 @@ def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> tuple[f
     if layout.checkpointing == "none":  # the graph of each active micro-batch contains the weights it used
         total, copies = total + copies, 0.0
     # Gradients at the start of the backward pass of a layer's experts, counted with a TorchDispatchMode.
-    working = 6.0 * boundary * share.model.experts_per_token if engine.weighs_in_fp32 else 0.0
+    working = boundary * share.model.experts_per_token * engine.weighs_in_fp32 * (2.0 if layout.compile else 6.0)
     again = working + (layer + (2.0 * share.largest if copies else 0.0) if full else layer - per_layer)
     logits = engine.logits(share)
     # The loss, and so the forward pass, is complete before a layer is recomputed.
