@@ -73,7 +73,7 @@ def read_process_environment(pid: str) -> str:
     """Return the environment of a running process from /proc."""
     if not pid.isdecimal():
         raise click.UsageError(f"{pid}: must be a process id")
-    with raise_as(InputError, OSError, f"process {pid}: "):
+    with raise_as(InputError, OSError, f"no file and no readable process is named {pid}: "):
         return Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", errors="replace")
 
 

@@ -56,7 +56,7 @@ SILENT_INTERVALS = 3  # missed writes in a row after which a node is silent
 MIN_SILENT_SECONDS = 120.0
 MAX_MACHINES = 128  # whose facts and graph are cached
 MAX_FINDINGS = 64
-MAX_CHANGES = 32  # the newest; docs/decisions/0026 explains the number
+MAX_CHANGES = 32  # the newest; docs/decisions/0131 explains the number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

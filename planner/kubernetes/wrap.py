@@ -148,7 +148,7 @@ def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
             for place in (index,) if is_shared else (index, of_runtime):
                 jobs[place] = replace(jobs[place], nodes=nodes, ranks_per_node=ranks)
     if not jobs:
-        kinds = dict.fromkeys(str(each.get("kind")) for each in objects)
+        kinds = dict.fromkeys(str(each.get("kind", "an object without kind")) for each in objects)
         hint = _text(next((_OTHERS[kind] for kind in kinds if kind in _OTHERS), "by_hand"))
         found_kinds = ", ".join(kinds) or "no Kubernetes object and no line with #!"
         raise WrapError(_text("no_job", held=found_kinds, known=", ".join(_KINDS), hint=hint))

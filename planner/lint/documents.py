@@ -342,7 +342,8 @@ class _Walk:
 
     def _words(self, texts: list[str], source: str, here: bool) -> None:
         """Take a list of strings: NAME=VALUE entries (any value if `here`), words of a command, lines of a script."""
-        if all(NAME.match(word.partition("=")[0]) and (here or not re.search(r"\n|;|&&", word)) for word in texts):
+        names = (word.partition("=")[0].rstrip() for word in texts)
+        if all(map(NAME.match, names)) and (here or not re.search(r"\n|;|&&", " ".join(texts))):
             for word in texts:  # NAME alone: Compose takes its value from its own environment
                 name, equals, value = word.partition("=")
                 self._add(source, name, value if equals else f"${{{name}}}", getattr(word, "line", 0))

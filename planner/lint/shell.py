@@ -4,7 +4,7 @@ The script is never run; its statements are followed in the order in which bash 
 way. Then the script is followed again for each condition that only a run decides, with the other outcome of it. OPEN
 replaces text that comes from a program, an argument or the outer environment.
 Specification: POSIX shell (XCU 2.9 commands, 2.14 special built-ins), bash(1); fish set; mpirun(1) -x, Hydra -genv,
-srun(1) and sbatch(1) --export, docker-run(1) -e. docs/decisions/0039 and 0067 list what is not followed.
+srun(1) and sbatch(1) --export, docker-run(1) -e. docs/decisions/0135 lists what is not followed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_LAUNCHES = 1000  # launches or ways with different settings
 
 _DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
 _SCHEDULED = re.compile(rb"(?m)^\s*#(?:SBATCH|PBS|BSUB|FLUX:)\s")  # its daemons start ranks with all variables
-_LITERAL = re.compile(r"[\w./:-]+")
+_LITERAL = re.compile(r"[\w./:=,-]+")
 _LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
 _SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
 # The end of the line behind `A=1 B=2`; the grammar joins the next line with such assignments
@@ -237,6 +237,9 @@ class _Reader(Expander):
             return
         if node.type in ("command", "declaration_command") and pattern("unlike_setting").match(self.text(node)):
             self._report(self.line(node), "bash does not read this as a setting")
+        before = self.source[max(0, node.start_byte - 400) : node.start_byte].decode("utf-8", "replace")
+        if node.type == "command" and pattern("cut_off").search(before) and NAMED.search(before + self.text(node)):
+            self._report(self.line(node), "a comment or blank behind `\\` ended the command above")
         with self.during(level=self.level + 1):
             follow(self, node)
 

@@ -93,7 +93,7 @@ def _read_as(text: str, kind: str) -> Reading:
         for each in environments:
             each.lines.update({name: rows.get(name, 0) for name in each.lines})
     unread = [each for _, script in parts for each in script.unread]
-    names = {name for _, script in parts for settings in script.settings() for name in settings}
+    names = {name.strip() for _, script in parts for settings in script.settings() for name in settings}
     reason = "no started program is known to get it"
     if pattern("exports_none").search(text):
         reason = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"

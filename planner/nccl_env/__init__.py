@@ -102,7 +102,7 @@ def plugin_names() -> tuple[PluginName, ...]:
         PluginName(plugin, name.rstrip("*"), name.endswith("*"), reader, source)
         for plugin, name, reader, source in (row.split("\t") for row in _read_rows("plugin_env_names.tsv"))
     ]
-    return tuple(sorted(rows, key=lambda each: (each.prefix, each.name)))
+    return tuple(sorted(rows, key=lambda each: (each.prefix, -len(each.name))))
 
 
 def find_plugin_of(name: str) -> PluginName | None:
@@ -223,8 +223,8 @@ def find_platform(environment: Mapping[str, str]) -> Platform | None:
         return {each.plugin for name in names if (each := find_plugin_of(name)) is not None and each.prefix}
 
     configured, net = families(environment), environment.get("NCCL_NET")
-    rows = [row for row in platforms() if row.plugin and (
-        configured & families(row.values()) or (net and net == row.values().get("NCCL_NET", ("",))[0]))]  # fmt: skip
+    rows = [row for row in platforms() if (row.fabric == "cxi" and "Slingshot" in configured) or (row.plugin and (
+        configured & families(row.values()) or (net and net == row.values().get("NCCL_NET", ("",))[0])))]  # fmt: skip
     return max(
         rows, key=lambda row: sum(environment.get(n) == value[0] for n, value in row.values().items()), default=None
     )
