@@ -44,7 +44,6 @@ def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **valu
     from planner.recommend import ROWS
 
     options = LaunchOptions.of(**values)
-    request = options.request
     if options.api == "slurm" and options.form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
     if script is not None:
@@ -52,8 +51,8 @@ def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **valu
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
-    snapshots = request.read_hosts()
-    request = replace(request, nodes=options.nodes or max(1, len(request.hosts)))
+    snapshots = options.request.read_hosts()
+    request = replace(options.request, nodes=options.nodes or max(1, len(options.request.hosts)))
     advice, reason = job_settings.choose_trainer(request, trainer, snapshots)
     advice = with_fsdp(advice)
     print_notes(line for line in advice.unknowns if line.startswith(ROWS))
@@ -72,7 +71,7 @@ def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **valu
     elif options.api != "local":
         _launch_on_cluster(advice, snapshots, options)
     else:
-        _launch_here(advice, snapshots, folder, options)
+        _launch_here(advice, snapshots, folder, replace(options, request=request))
 
 
 def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], options: LaunchOptions) -> None:
@@ -217,7 +216,7 @@ def _launch_script(script: Path, arguments: Sequence[str], options: LaunchOption
 
 
 def _launch_here(advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions) -> None:
-    """Run the job, or print its plan with --dry-run."""
+    """Run the job, or print its plan with --dry-run, which may be for several nodes."""
     from agent.advice.job_plan import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace, require_layout
     from agent.jobs import launch as launcher
     from agent.terminal import measured
@@ -225,7 +224,7 @@ def _launch_here(advice: Recommendation, snapshots: Sequence[Snapshot], folder: 
     layout = require_layout(advice).layout
     plan = build_job_plan(advice, options.request.with_settings(f"output_dir={folder}"))
     if options.dry_run:
-        command = launcher.build_command(folder / "plan.json", layout.world_size)
+        command = launcher.build_command(folder / "plan.json", layout.world_size, options.request.nodes or 1)
         _print_plan(plan, command, plan.notes, options.form)
         return
     seconds = estimate_grace(advice, options.storage_rate)
