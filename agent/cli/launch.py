@@ -36,8 +36,8 @@ _MANIFEST_BYTES = 1 << 20
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
 def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **values: Any) -> None:
     """Choose the layout, then launch on this host, on Slurm or on a Kubernetes cluster."""
-    from agent.advice import job_plan
     from agent.advice.advise import with_fsdp
+    from agent.advice.job_plan import choose_trainer, describe_refusal, read_explicit_settings
     from agent.jobs.launch import LaunchOptions
     from agent.terminal.advice import list_layout_properties, print_rejected
     from planner.recommend import ROWS
@@ -52,19 +52,18 @@ def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **valu
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
     snapshots = options.request.read_hosts()
     request = replace(options.request, nodes=options.nodes or max(1, len(options.request.hosts)))
-    advice, reason = job_plan.choose_trainer(request, trainer, snapshots)
+    advice, reason = choose_trainer(request, trainer, snapshots)
     advice = with_fsdp(advice)
     print_notes(line for line in advice.unknowns if line.startswith(ROWS))
     if advice.chosen is None:
         print_rejected(console(), advice)
-        raise NothingFitsError("; ".join(filter(None, (job_plan.describe_refusal(advice), reason))))
+        raise NothingFitsError("; ".join(filter(None, (describe_refusal(advice), reason))))
     if reason:
         print_text(reason, err=True)
     if not options.over and advice.total_seconds is not None:  # its duration is known
         for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
-    explicit = job_plan.read_explicit_settings(advice, request)
-    folder = options.folder or Path(explicit.get("output_dir", "finetune-output"))
+    folder = options.folder or Path(read_explicit_settings(advice, request).get("output_dir", "finetune-output"))
     if options.api == "slurm":
         _submit_script(advice, snapshots, folder, options)
     elif options.api != "local":
