@@ -19,6 +19,7 @@ from planner.why.facts import (
     LONG_PHASES,
     MAX_RANKS,
     ORDER_SECONDS,
+    PASSES_ON,
     SILENT_RUN_SECONDS,
     STALL_SECONDS,
     TIMED_OUT,
@@ -319,7 +320,8 @@ def judge_stacks(facts: RunFacts) -> Verdict | None:
     rows: dict[str, list[str]] = {}
     for name, stack in facts.stacks.items():
         call = next((frame.rpartition(" ")[2] for frame in stack if IN_CALL.search(frame)), "")
-        place = f"a collective ({call})" if call else " < ".join(stack[:8])  # libraries before the user's code
+        calls = [frame for frame in stack if not PASSES_ON.search(frame)]
+        place = f"a collective ({call})" if call else " < ".join(calls[:8])  # libraries before the user's code
         place = "the backward pass, which computes or waits for the others' gradients" if "backward" in call else place
         rows.setdefault(place, []).append(f"rank {name}" if isinstance(name, int) else name)
     listed = [f"{', '.join(who[:16])}{' ...' * (len(who) > 16)} {'is' if len(who) == 1 else 'are'} in {place}"
