@@ -179,12 +179,13 @@ def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
         unread = explain_unread_gpus(snapshot)
         why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
         return (*findings, *make_unmeasured(topology_check.CODES, why, snapshot.hostname))
-    host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
+    host, pci, limits = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts), snapshot.facts(LimitsFacts)
     of_topology = topology_check.check(
         node,
         gdr_level=host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None,
         gpus_on_bus=pci_probe.count_bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
+        of_job=limits is not None and limits.container is not None and not limits.of_agent,
     )
     judged = with_passes(snapshot.hostname, of_topology, topology_check.CODES)
     if node.nvlink_known:

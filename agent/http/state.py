@@ -197,6 +197,8 @@ class Publisher:
                 last = record and self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
                 if record is not None and (record != last or time.monotonic() >= self._due):
                     self.write(record)
+                    if failures:
+                        log.warning("publish: the record is written again")
                     failures = 0
             except ApiError as error:
                 self.tally["publish_failures_total", error.reason] += 1

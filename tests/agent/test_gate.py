@@ -209,12 +209,13 @@ def test_a_server_that_is_busy_twice_is_asked_again_and_an_empty_variable_is_ref
 
 
 @each_row(("state", "codes", "wanted"), rows("node_objects"))
-def test_a_selector_reports_what_kubernetes_says_of_a_node(api: ApiServer, state: dict, codes: list, wanted: str):
+def test_the_gate_reports_what_kubernetes_says_of_a_node(api: ApiServer, state: dict, codes: list, wanted: str):
     """A node without a Ready condition has just joined: nothing is claimed."""
     api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": "good", "labels": {"a": "b"}}, **state})
-    done = preflight("--selector", "a=b", "-o", "json")
-    bad = {c["code"]: c["status"] for c in json.loads(done.stdout)["checks"] if c["status"] in ("warn", "fail")}
-    assert [bad, done.exit_code] == codes and wanted in done.stdout, done.output
+    for words in (("--selector", "a=b"), ("--nodes", "good")):
+        done = preflight(*words, "-o", "json")
+        bad = {c["code"]: c["status"] for c in json.loads(done.stdout)["checks"] if c["status"] in ("warn", "fail")}
+        assert [bad, done.exit_code] == codes and wanted in done.stdout, done.output
 
 
 def test_a_list_that_expires_is_read_once_more(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

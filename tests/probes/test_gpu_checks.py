@@ -325,7 +325,12 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     """After Xid 79 the kernel may take the device off the bus: then neither NVML nor sysfs names it."""
     content = changed(H100)
     content["answers"]["kernel_log"]["NVRM: Xid"] = [f"[8.1] NVRM: Xid (PCI:{place}): {number}, words of the driver"]
+    content["answers"]["kernel_log"]["SXid"] = [
+        "nvidia-nvswitch2: SXid (PCI:0000:09:00.0): 20034, Fatal, Link 38 LTSSM Fault Up",
+        "nvidia-nvswitch1: SXid (PCI:0000:08:00.0): 12028, Non-fatal, Link 61 egress non-posted PRIV error (First)",
+    ]
     facts = facts_of(content)
+    assert [f.subject for f in PROBE.check(facts) if "SXid 20034" in f.message] == ["0000:09:00.0"], "a fatal error"
     found = [f for f in PROBE.check(facts) if f.code == "gpu.device.missing"]
     assert [(f.subject, f.status) for f in found] == [(subject, Status.FAIL) for subject in told]
     assert all(f"Xid {number}" in f.message and place in f.evidence[0] for f in found)
