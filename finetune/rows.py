@@ -481,7 +481,7 @@ def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: in
 # How long the rows are: read and spelled as the job itself does; of many, a part that lies evenly over the whole is
 # measured, and stands for the rest.
 
-WRONG_ROWS = 3  # exit code, as agent.advice.job_settings knows it
+WRONG_ROWS = 3  # exit code, as agent.advice.job_plan knows it
 MEASURED_ROWS = 4000  # the mean of rows whose lengths scatter by their own mean is then known to 1.6 %
 LONGEST = 1_000_000  # tokens; longer rows count as so long
 

@@ -13,6 +13,7 @@ from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
 from hardware.units import gigabits, some
 from probes.api import finding, list_codes
+from probes.rdma.facts import OTHER, RAIL, RdmaDevice
 from topology.derive import find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.paths import gigabytes, is_behind_own_switch
@@ -65,6 +66,24 @@ def find_farthest_gdr(level: str | None) -> PathClass | None:
 def uses_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by default or because of the job's level."""
     return near.gdr_by_default if farthest is None else near.path is not None and near.path <= farthest
+
+
+def find_role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...]) -> str | None:
+    """Return RAIL if the device is nearest to a GPU, OTHER if each GPU has a nearer device, None if undetermined.
+
+    A device whose ports are down is classified by its position, because another card does not become the GPU's rail.
+    """
+    pairs = Pairs(node.pairs)
+    nearest = [near for near in node.nearest_nic if near.decidable and near.local]
+    tied = [near for near in nearest if rank(pairs.label(near.gpu, device.name)) <= rank(near.label)]
+    names = {name for near in tied or nearest for name in near.nics} - {device.name}
+    others = [each for each in devices if each.name in names]
+    rate, best = device.bytes_per_second, max((each.bytes_per_second for each in others), default=0.0)
+    if tied:
+        # on servers without PCIe switches an onboard port is as near as the rails, but slower and of another model
+        models = {each.model for each in others if each.bytes_per_second == best}
+        return OTHER if rate < best and device.model and models.isdisjoint((device.model, None)) else RAIL
+    return OTHER if nearest and len(nearest) == len(node.nearest_nic) and rate <= best else None
 
 
 def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:

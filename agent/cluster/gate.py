@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from agent.base import units
-from agent.checks.codes import CLUSTER_CODES, make_finding
 from agent.checks.expect import NodeExpectation, check_expectations
+from agent.checks.host_checks import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError
 from agent.cluster.client import Client, Json, make_path
 from agent.cluster.nodes import Fleet, NodeRecord

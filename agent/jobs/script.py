@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import adapt_to_pods, advise
-from agent.advice.job_plan import estimate_grace, run_forecast
-from agent.advice.job_settings import add_job_settings, look_up_shape
+from agent.advice.job_plan import add_job_settings, estimate_grace, look_up_shape, run_forecast
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
-from agent.checks.codes import ALL_CODES
+from agent.checks.host_checks import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs.autostart.sitecustomize import REPORT
 from agent.jobs.benchmark import count_default_ranks
-from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_command, run
-from agent.jobs.options import LaunchOptions
+from agent.jobs.launch import FinishedJob, LaunchOptions, build_environment, build_torchrun_command, run
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record

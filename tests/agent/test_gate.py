@@ -22,9 +22,9 @@ from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, stat
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.checks.baseline import compare_with_baseline
-from agent.checks.codes import EXPECT_CODES
 from agent.checks.expect import KEYS, parse, read_expectations, read_file
 from agent.checks.findings import sort_worst_first
+from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, judge, select
 from agent.checks.view import build_view
 from agent.cluster.client import Client, _make_error
@@ -359,8 +359,7 @@ def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
 def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path) -> None:
     """What the DaemonSet's ConfigMap says: absent, there, changed, broken, fixed and withdrawn."""
     path = tmp_path / "expect.yaml"
-    options = {"expect": (), "expect_file": path}
-    state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _read_expected(options))
+    state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _read_expected((), path))
     client = TestClient(create(state))
     for text, word, code in ROWS["scans"]:
         path.unlink(missing_ok=True) if text is None else path.write_text(text)

@@ -14,14 +14,14 @@ from rigs.recorded import findings, snapshot, with_facts
 from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
-from agent.checks.view import build_view, fail_full_gpus
+from agent.checks.view import build_view
 from agent.metrics import _list_link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.gpu import facts as gpu_facts, health as xid
 from probes.gpu.compare import check_bus
 from probes.gpu.facts import BusGpu, Gpu, GpuBus, GpuFacts, GpuPair, NvLink
-from probes.gpu.health import list_xids
+from probes.gpu.health import fail_full_gpus, list_xids
 from probes.gpu.probe import PROBE, format_nvml_bus_id
 from probes.gpu.read import _read_slurm_gpus, format_cpu_list, parse_xid_line
 from probes.host.nvml import sysfs_bus_id
