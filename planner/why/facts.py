@@ -433,10 +433,10 @@ def headline(error: str) -> str:
 
 def find_remedy(error: str) -> str:
     """What to do about an exception, by the codes of logs; what its traceback shows if they say no more."""
-    ended = LOG_CODES["python_traceback"]
-    found = min((LOG_CODES[code] for code in find_codes(error.encode(), foreign=True)),
-                key=lambda meaning: meaning.vague, default=ended)  # fmt: skip
-    return find_case(found, error).get("action", found.action if found.vague < ended.vague else ACTIONS["raised"])
+    codes = find_codes(error.encode(), foreign=True) or ("python_traceback",)
+    code = min(codes, key=lambda code: LOG_CODES[code].vague)
+    general = ACTIONS["raised"] if code in ("python_traceback", "job_failed") else LOG_CODES[code].action
+    return find_case(LOG_CODES[code], error).get("action", general)
 
 
 def is_own(error: str) -> bool:
