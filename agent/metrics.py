@@ -46,7 +46,6 @@ OWN: tuple[Metric, ...] = tuple(make_metric(row["name"], row) for row in TABLE["
 _RUN_FACTS = {row["name"]: attrgetter(row["fact"]) for row in TABLE["metrics"] if "fact" in row}
 CATALOGUE: tuple[Metric, ...] = (*OWN, *(metric for probe in ALL for metric in probe.metrics))
 
-
 MAX_SUBJECT = 96  # characters per label; the longest subject of the project's machines has 41
 
 Values = list[tuple[tuple[str, ...], float]]

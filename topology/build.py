@@ -59,9 +59,9 @@ def build(snapshot: Snapshot) -> NodeTopology:
             virtual=pci.virtual_tree if pci else None,
             warnings=(*warnings, *links.warnings),
             nvlink_known=facts is not None and any(gpu.nvlinks_known for gpu in facts.gpus),
-            topology_files=pci.topology_files if pci else (),
             product=host.product if host else None,
-        )
+        ),
+        is_physical=pci is not None and pci.hypervisor is None,
     )
 
 

@@ -13,6 +13,7 @@ from hardware.gpus import is_card, is_of, most_links, without_gdr
 from hardware.machines import Machine
 from hardware.units import gigabits, some
 from probes.api import finding, list_codes
+from probes.rdma.facts import OTHER, RAIL, RdmaDevice
 from topology.derive import find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.paths import gigabytes, is_behind_own_switch
@@ -28,18 +29,24 @@ _text = read_texts(__file__, "texts.toml")
 
 
 def check(
-    node: NodeTopology, *, gdr_level: str | None = None, gpus_on_bus: int | None = None, in_container: bool = True
+    node: NodeTopology,
+    *,
+    gdr_level: str | None = None,
+    gpus_on_bus: int | None = None,
+    in_container: bool = True,
+    of_job: bool = False,
 ) -> tuple[Finding, ...]:
     """Return every finding about a node; `gdr_level` is the job's NCCL_NET_GDR_LEVEL, None if not set.
 
     `gpus_on_bus`: number of GPUs on the PCI bus of the host (`probes.pci.probe.count_bare_metal_gpus`); None in a
-    container or VM, or if not read. `in_container`: devices of the host may be hidden.
+    container or VM, or if not read. `in_container`: devices of the host may be hidden. `of_job`: the container is a
+    job's, which may have requested some of the GPUs and their share of the RDMA devices.
     """
     findings = (
         _check_nvlink_missing(node), _check_nvlink_asymmetric(node), _check_nvlink_board(node),
         _check_gpu_nic(node, find_farthest_gdr(gdr_level)), _check_undecidable(node), _check_virtual(node),
         _check_gdr_refused(node), _check_rails(node), _check_nic_pcie(node), _check_gpu_pcie(node),
-        _check_reference(node, gpus_on_bus, in_container),
+        _check_reference(node, gpus_on_bus, in_container, of_job),
     )  # fmt: skip
     return tuple(chain.from_iterable(findings))
 
@@ -59,6 +66,24 @@ def find_farthest_gdr(level: str | None) -> PathClass | None:
 def uses_gdr(near: NearestNic, farthest: PathClass | None) -> bool:
     """Whether NCCL uses GPUDirect RDMA from this GPU to its nearest NIC, by default or because of the job's level."""
     return near.gdr_by_default if farthest is None else near.path is not None and near.path <= farthest
+
+
+def find_role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...]) -> str | None:
+    """Return RAIL if the device is nearest to a GPU, OTHER if each GPU has a nearer device, None if undetermined.
+
+    A device whose ports are down is classified by its position, because another card does not become the GPU's rail.
+    """
+    pairs = Pairs(node.pairs)
+    nearest = [near for near in node.nearest_nic if near.decidable and near.local]
+    tied = [near for near in nearest if rank(pairs.label(near.gpu, device.name)) <= rank(near.label)]
+    names = {name for near in tied or nearest for name in near.nics} - {device.name}
+    others = [each for each in devices if each.name in names]
+    rate, best = device.bytes_per_second, max((each.bytes_per_second for each in others), default=0.0)
+    if tied:
+        # on servers without PCIe switches an onboard port is as near as the rails, but slower and of another model
+        models = {each.model for each in others if each.bytes_per_second == best}
+        return OTHER if rate < best and device.model and models.isdisjoint((device.model, None)) else RAIL
+    return OTHER if nearest and len(nearest) == len(node.nearest_nic) and rate <= best else None
 
 
 def _format_pairs(pairs: Iterable[Pair]) -> tuple[str, ...]:
@@ -252,16 +277,13 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
+    """Report a virtual machine; a note for a scan, where probes.pci judges it and knows NCCL's topology file."""
     if node.virtual and len(node.gpus) > 1:
         # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
         is_not = "may not be" if ", or " in node.virtual else "is not"
+        status = Status.INFO if node.source == "probes" else None
         evidence = (f"product: {node.product}",) if node.product else ()
-        sku, efa = node.sku or "", any(nic.kind == "efa" for nic in node.nics)
-        case = " files" if node.topology_files and not efa else " efa" if efa or sku.startswith("AWS") else ""
-        case = case or " azure" * sku.startswith("Azure")
-        files = " or ".join(node.topology_files[:3])
-        fields = {"is_not": is_not, "virtual": node.virtual, "files": files}
-        yield finding(TEXTS, f"topology.virtual{case}", None, "", evidence, **fields)
+        yield finding(TEXTS, "topology.virtual", status, "", evidence, is_not=is_not, virtual=node.virtual)
 
 
 def _check_rails(node: NodeTopology) -> Iterator[Finding]:
@@ -416,7 +438,9 @@ def _find_nvlink_departures(node: NodeTopology, row: Machine) -> Iterator[tuple[
         yield "fewer NVLinks", f"{text}: {some([f'{pair.a}-{pair.b} {pair.label}' for pair in fewer], limit=4)}"
 
 
-def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: bool) -> Iterator[Finding]:
+def _check_reference(
+    node: NodeTopology, gpus_on_bus: int | None, in_container: bool, of_job: bool
+) -> Iterator[Finding]:
     """Report differences from the reference. If GPUs are on the board, too few on the bus are lost: a failure.
 
     Servers with PCIe cards may be built with fewer GPUs, and a container may get fewer RDMA devices than its host has.
@@ -429,10 +453,12 @@ def _check_reference(node: NodeTopology, gpus_on_bus: int | None, in_container: 
     full = min(row.links_per_pair, default=0)
     fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=full)
     left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics or 1)
+    is_share = of_job and left >= len(node.gpus) / row.gpus
     evidence = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",)
     for kind, departure in _find_departures(node, row):
         few_nics = kind == "devices" and not in_container and left < 1.0  # fewer NICs than GPU traffic needs
         share = left if few_nics else fewest / full if kind == "fewer NVLinks" else 1.0
         key = "topology.nic.missing reference" if few_nics else "topology.reference.mismatch"
         status = Status.FAIL if lost and kind == "GPUs" else by_loss(1.0 - share)
+        status = Status.INFO if is_share and kind in ("GPUs", "devices") else status
         yield finding(TEXTS, key, status, "", evidence, departure=departure)

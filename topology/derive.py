@@ -30,16 +30,17 @@ from topology.graph import (
 )
 
 
-def complete(node: NodeTopology) -> NodeTopology:
+def complete(node: NodeTopology, *, is_physical: bool = False) -> NodeTopology:
     """Return the node with its machine, islands, nearest NICs and rails; `topology.paths` adds bandwidths.
 
-    A given reason in `virtual` is kept. Otherwise, the pairs themselves may show that a hypervisor hides the PCIe tree.
+    A given reason in `virtual` is kept. Otherwise, unless the host is known to be physical, the pairs themselves may
+    show that a hypervisor hides the PCIe tree.
     """
     warnings, machine = node.warnings, find_reference(node)
     # NCCL XML has PHB for NODE as well, so PHB everywhere is normal for a single real socket, but not for a machine
     # that is built with switches.
     drawn = node.source == "NCCL XML" and (machine is None or machine.gpu_nic not in ("PIX", "PXB"))
-    virtual = node.virtual or (None if drawn else explain_virtual(node.gpus, node.nics, node.pairs))
+    virtual = node.virtual or (None if drawn or is_physical else explain_virtual(node.gpus, node.nics, node.pairs))
     nearest = find_nearest_nics(node.gpus, node.nics, node.pairs, virtual)
     if virtual and virtual not in warnings:
         warnings = (*warnings, virtual)

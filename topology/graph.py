@@ -198,7 +198,6 @@ class NodeTopology:
     warnings: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()  # warnings about parts missing from truncated text, so the lists are incomplete
     nvlink_known: bool = True  # False: the source has no NVLink information
-    topology_files: tuple[str, ...] = ()  # NCCL topology XML files installed by the cloud provider
     product: str | None = None  # DMI product name: "p4d.24xlarge"
     schema_version: int = 1
 

@@ -14,7 +14,7 @@ from agent.base.options import RequestError, parse_version
 from contracts.finding import Finding
 from contracts.job_config import ConfigError
 from contracts.layout import LayoutError
-from contracts.tables import read_texts
+from contracts.tables import read_table, read_texts
 from planner import stacks
 from planner.advice import ExportError, FrontierPoint, RankedLayout, Recommendation, request_of
 from planner.forecast import machines
@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # the gate and the view are imported only if a host was scann
 ENVIRONMENTS = nccl_env.FORMATS  # formats that do not need a layout
 EXPORTS: tuple[str, ...] = (*ENVIRONMENTS, *exports.FORMATS)
 FORMATS: tuple[str, ...] = ("json", "yaml", *EXPORTS)
+FORMAT_TEXTS: dict[str, str] = read_table(__file__, "formats.toml")  # what each format is for
 texts = read_texts(__file__, "texts.toml")
 PLAN_ERRORS = (PlanError, LayoutError, ConfigError)  # of a request that the planner cannot answer
 # The job's default (contracts/default.yaml): a Llama model small enough for any host, on generated data.
@@ -216,10 +217,10 @@ def _find_fitting(request: Request, changes: _Changes, snapshots: Sequence[Snaps
         except PLAN_ERRORS:
             continue
         if best is not None:
-            changed_names = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items())
+            words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
             step = units.seconds(best.forecast.step_seconds.mid)
             how = best.layout.family + (", offloading" if best.layout.offload != "none" else "")
-            return f"{changed_names} fits ({how}, {step} a step)"
+            return f"With {words} a layout fits ({how}, {step} a step)"
     return ""
 
 
@@ -257,7 +258,7 @@ def export(advice: Recommendation, form: str, *, nodes: int = 1) -> str:
     if form in ENVIRONMENTS:
         return nccl_env.render_settings(advice.settings, form, advice.notes)
     if advice.model is None:
-        raise RequestError(f"format {form}: requires a model, because it exports a layout")
+        raise RequestError(f"model: is required by the format {form}, which exports a layout")
     world = advice.chosen.layout.world_size if advice.chosen else nodes
     with raise_as(RequestError, ExportError):
         return exports.export(form, request_of(advice, ranks_per_node=max(1, world // nodes)))

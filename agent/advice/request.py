@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent.base import raise_as
 from agent.base.options import RequestError, read_snapshots
-from contracts.job_config import ConfigError, parse_layout_text, read_mapping
+from contracts.job_config import ConfigError, parse_layout_text, read_file, read_mapping
 from planner.forecast import machines, models
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, check_histogram
 from planner.nccl_env.situation import with_plugin
@@ -58,12 +58,22 @@ class Request:
     shape: ModelSpec | None = None  # of the model, if read from its hub
     allow_files: bool = True  # whether `model` may be a file name; False over HTTP
     config: Path | None = None  # YAML file with settings of the job
+    file_settings: Mapping[str, Any] = field(default_factory=dict)  # its content
     overrides: tuple[str, ...] = ()  # NAME=VALUE: settings of the job that replace those of the file
 
     @classmethod
     def of(cls, **options: Any) -> Request:
-        """Create a request from options named like members here or in TrainSpec, and `lengths`; ignore others."""
-        return cls().changed(**options)
+        """Create a request from options named like members here or in TrainSpec, and `lengths`; ignore others.
+
+        Raises RequestError if the file of `config` or `lengths` is invalid.
+        """
+        request = cls().changed(**options)
+        return request if request.config is None else request.with_config(request.config)
+
+    def with_config(self, path: Path) -> Request:
+        """Return a copy with the settings in this file. Raises RequestError that names the file."""
+        with raise_as(RequestError, ConfigError, "--config "):
+            return replace(self, config=path, file_settings=read_file(path))
 
     def changed(self, **options: Any) -> Request:
         """Return a copy with these options; None leaves a TrainSpec member that cannot be None unchanged.
@@ -187,6 +197,8 @@ def read_prices(text: str, *, files: bool) -> float | dict[str, float]:
         return _check_price("price", float(text))
     if not files:
         raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
+    if not os.path.isfile(text):
+        raise RequestError(f"price={text[:40]!r}: must be a number, or a YAML file with a number for each machine")
     with raise_as(RequestError, ConfigError, "--price "):
         raw = read_mapping(Path(text), once=True)
     prices = {}

@@ -23,9 +23,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -36,6 +36,8 @@ from agent.base.units import SIZE_WORDS, parse_size
 from contracts import bounded, tables
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from probes.api import Snapshot
     from probes.scanner import Probes
 
@@ -247,14 +249,13 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
             _check_combinations(click.get_current_context(), rows)
             try:
                 return function(*arguments, **options)
-            except (ValueError, RuntimeError) as error:
+            except (ValueError, RuntimeError, RequestError) as error:
                 if type(error).__module__.partition(".")[0] not in _PACKAGES:
                     raise
                 if isinstance(error, RuntimeError):
                     raise click.ClickException(str(error)) from None
-                name = re.split("[=: ]", str(error))[0].removeprefix("--")  # "op='x': ...", "--expect: ..."
-                is_option = any(f"--{name}" in param.opts for param in click.get_current_context().command.params)
-                raise (click.UsageError if is_option else InputError)(str(error)) from None
+                text = _name_option(str(error))
+                raise (click.UsageError if text.startswith("--") else InputError)(text) from None
 
         decorated: Any = run
         arguments = run.__dict__.pop("__click_params__", [])  # click processes the last of these first
@@ -267,6 +268,15 @@ def command(verb: str, **settings: Any) -> Callable[[Any], click.Command]:
     return add
 
 
+def _name_option(message: str) -> str:
+    """Return a message that begins with the name of a field as one that begins with the option: "--op 'x': ..."."""
+    match = re.match(r"(?:--)?([a-z][a-z_-]*)([=: ])", message)
+    option = f"--{match[1].replace('_', '-')}" if match else ""
+    if not match or not any(option in param.opts for param in click.get_current_context().command.params):
+        return message
+    return f"{option}{match[2].replace('=', ' ')}{message[match.end() :]}"
+
+
 def _rows(name: str) -> dict[str, dict[str, Any]]:
     """Return the members of each option of a file by its key, with included and shared tables resolved."""
     rows: dict[str, dict[str, Any]] = {}
@@ -276,7 +286,7 @@ def _rows(name: str) -> dict[str, dict[str, Any]]:
         if not key.startswith("-"):
             rows |= {each: members for each, members in _rows(key).items() if each not in row.get("without", ())}
         elif not row or "shared" in row:
-            shared = rows.get(key) or _table("shared").get(key) or tables.read_table(__file__, "question.toml")[key]
+            shared = rows.get(key) or _table("shared").get(key) or QUESTION[key]
             members = shared | row
             rows[key] = {name: value for name, value in members.items() if name not in row.get("without", ())}
         else:
@@ -355,3 +365,48 @@ def _list_machines(context: click.Context, _option: click.Parameter, name: str |
             print_text(f"{row.name:20} {row.gpus} x {row.gpu}, {row.nics} x {row.nic_gbps:g}G {row.nic_kind}{also}")
         context.exit()
     return name
+
+
+# The question to the planner: machines, model and run. The HTTP agent validates query parameters and bodies with a
+# pydantic model of it, built on first use: with the import of pydantic this takes 0.1 s (docs/decisions/0038).
+
+QUESTION: dict[str, dict[str, Any]] = tables.read_table(__file__, "question.toml")  # by command line option
+
+
+def get_parameter(option: str) -> str:
+    """Return the HTTP parameter of an option: "sequence_length" of "--sequence-length"."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+FIELDS: Mapping[str, str] = {str(row.get("name", get_parameter(option))): option for option, row in QUESTION.items()}
+"""The command line option of each field, by field name."""
+
+
+def find_most(name: str) -> int:
+    """Return the upper bound of a field: the largest number, or the maximum text length in characters."""
+    row = QUESTION[FIELDS[name]]
+    limits = option_type(row["type"]) if "type" in row else None
+    return int(limits.max) if limits else int(row["most"])
+
+
+@cache
+def question_model() -> type[BaseModel]:
+    """Return the pydantic model of a question, with every field of question.toml; unknown members are rejected."""
+    from pydantic import ConfigDict, Field, create_model
+
+    members: dict[str, Any] = {}
+    for name, option in FIELDS.items():
+        row, limits = QUESTION[option], dict[str, Any]()
+        kind: Any = bool if row.get("is_flag") else str
+        if "choices" in row:
+            kind = Literal[tuple(row["choices"])]
+        elif "type" in row:
+            number = option_type(row["type"])
+            kind = float if isinstance(number, click.FloatRange) else int
+            limits |= {"gt" if number.min_open else "ge": number.min, "le": number.max}
+        elif kind is str:
+            limits["max_length"] = row["most"]
+        default = row.get("default", False if kind is bool else None)
+        about = Field(default, description=row["help"], alias=get_parameter(option), **limits)
+        members[name] = kind if default is not None else kind | None, about
+    return create_model("Question", __config__=ConfigDict(extra="forbid", populate_by_name=True), **members)

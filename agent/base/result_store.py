@@ -11,13 +11,19 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent.base.output import write_atomic
-from collectives.bench.results import BenchResult, read_result
-from contracts import plain
-from contracts.run_record import RecordError, RunRecord, read as read_record
+from collectives.bench.results import MAX_RESULT_BYTES, BenchResult, read_result
+from contracts import bounded, plain
+from contracts.run_record import RunRecord, read as read_record
+
+if TYPE_CHECKING:
+    from collectives.search.plan import SearchResult
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +58,15 @@ def save_search_result(result: dict[str, Any]) -> Path | None:
 
 def read_last_benchmark(place: Path) -> tuple[BenchResult | None, float | None]:
     """Return the latest result and the Unix time at which it was stored; None if there is no readable result."""
-    path = place / BENCH_FILE
-    try:
-        return read_result(path), path.stat().st_mtime
-    except FileNotFoundError:
-        return None, None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log_unusable_file(path, error)
-        return None, None
+    return _read(place / BENCH_FILE, lambda path: (read_result(path), path.stat().st_mtime)) or (None, None)
+
+
+def read_last_search(place: Path) -> SearchResult | None:
+    """Return the latest search for bad nodes that this host planned; None if there is no readable one."""
+    from collectives.search.plan import SearchResult
+
+    return _read(place / SEARCH_FILE, lambda path: plain.read(
+        plain.loads(bounded.read_text(path, MAX_RESULT_BYTES)), SearchResult))  # fmt: skip
 
 
 def store_run(record: RunRecord, place: Path | None = None) -> Path | None:
@@ -87,13 +94,10 @@ def read_runs(place: Path) -> tuple[RunRecord, ...]:
     records: list[RunRecord] = []
     size = 0
     for path in sorted((place / RUNS_FOLDER).glob("*.json"), reverse=True)[:STORED_RUNS]:
-        try:
-            size += path.stat().st_size
-            if size > MAX_HELD_BYTES and records:
-                break
-            records.append(read_record(path))
-        except (OSError, RecordError) as error:
-            log_unusable_file(path, error)
+        size += _read(path, lambda path: path.stat().st_size) or 0
+        if size > MAX_HELD_BYTES and records:
+            break
+        records += filter(None, [_read(path, read_record)])
     return tuple(sorted(records, key=lambda record: record.started_at or "", reverse=True))
 
 
@@ -105,12 +109,18 @@ def sweep(place: Path) -> None:
                 path.unlink()
 
 
-def log_unusable_file(path: Path, error: Exception) -> None:
-    """Log an unusable file once, because it is read again with every scan."""
-    message = f"{error}: ignored" if str(path) in str(error) else f"{path} is ignored: {error}"
-    if message not in _logged:
-        _logged.add(message)
-        log.warning(message)
+def _read(path: Path, read: Callable[[Path], T]) -> T | None:
+    """Return what is in a file; None if it is missing or unusable, which is logged once: every scan reads it again."""
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"{error}: ignored" if str(path) in str(error) else f"{path} is ignored: {error}"
+        if message not in _logged:
+            _logged.add(message)
+            log.warning(message)
+        return None
 
 
 def _write(path: Path, value: dict[str, Any]) -> Path | None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import units
-from agent.checks.codes import EXPECT_CODES, make_finding
 from agent.checks.findings import ORDER
+from agent.checks.host_checks import EXPECT_CODES, make_finding
 from agent.checks.measured import BASELINE
 from agent.checks.verdict import IN_BASELINE, GateError
 from collectives.bench.results import Bar, BenchResult, Measurement, RdmaResult, RdmaWrite, read_as

@@ -16,8 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent.base import raise_as, units
-from agent.checks.codes import EXPECT_CODES, make_finding
-from agent.checks.host_checks import explain_unread_gpus, explain_unread_hcas, is_gdrdma_possible
+from agent.checks.host_checks import (
+    EXPECT_CODES,
+    explain_unread_gpus,
+    explain_unread_hcas,
+    is_gdrdma_possible,
+    make_finding,
+)
 from agent.checks.verdict import GateError
 from contracts import bounded
 from contracts.finding import Finding, Status

@@ -96,30 +96,36 @@ class History:
 
     def _report_changes(self, view: View, now: float, *, settling: bool) -> None:
         """Report version changes at once, and others after two equal scans in a row, but not while the host settles."""
-        snapshot = view.snapshots[0]
-        all_traits = list_traits(snapshot, node=view.topologies[0])
-        current = {key: trait for key, trait in all_traits.items() if trait.what != _MOVES_BY_ITSELF}
-        previous, last, self._last = self._traits, self._last, current
-        silent = settling or any(not isinstance(outcome, Ok) and _get_value(previous, f"probe {name}") == "answers"
-                                 for name, outcome in snapshot.outcomes.items())  # fmt: skip
-        steady = dict(previous) | {
-            key: trait
-            for key, trait in current.items()
-            if (key[0] in _VERSIONS and not key[1])
-            or key[1] == "firmware"
-            or (not silent and (last.get(key) == trait or not previous))
-        }
-        if not silent:
-            steady = {key: trait for key, trait in steady.items() if key in current or key in last}
-        if previous:
-            differ = compare(previous, steady, same_host=True)
-            # If an object is first seen because its probe or driver now answers, it has not appeared.
-            answers = any(d.subject.startswith("probe ") or (d.subject, d.what) == ("driver", "error") for d in differ)
-            for difference in differ:
-                part = _classify_change(difference)
-                kind = "version" if part not in ("", "hardware") else "changed"
-                self._add_event(now, kind, difference.message, "" if answers and part == "hardware" else part)
-        self._traits = steady
+        snapshot, previous = view.snapshots[0], self._traits
+        is_silent = settling or any(
+            not isinstance(outcome, Ok) and _get_value(previous, f"probe {name}") == "answers"
+            for name, outcome in snapshot.outcomes.items()
+        )
+        traits = list_traits(snapshot, node=view.topologies[0])
+        current = {key: trait for key, trait in traits.items() if trait.what != _MOVES_BY_ITSELF}
+        self._traits = self._merge_traits(current, is_silent=is_silent)
+        self._last = current
+        if not previous:
+            return
+        differ = compare(previous, self._traits, same_host=True)
+        # If an object is first seen because its probe or driver now answers, it has not appeared.
+        answers = any(d.subject.startswith("probe ") or (d.subject, d.what) == ("driver", "error") for d in differ)
+        for difference in differ:
+            part = _classify_change(difference)
+            kind = "version" if part not in ("", "hardware") else "changed"
+            self._add_event(now, kind, difference.message, "" if answers and part == "hardware" else part)
+
+    def _merge_traits(self, current: dict[Key, Trait], *, is_silent: bool) -> dict[Key, Trait]:
+        """Return the known traits with the versions of this scan, and with what two scans in a row have or lack."""
+        merged = dict(self._traits)
+        for key, trait in current.items():
+            is_version = key[1] == "firmware" or (key[0] in _VERSIONS and not key[1])
+            is_steady = not is_silent and (self._last.get(key) == trait or not self._traits)
+            if is_version or is_steady:
+                merged[key] = trait
+        if is_silent:
+            return merged
+        return {key: trait for key, trait in merged.items() if key in current or key in self._last}
 
     def _raised(self, checks: Sequence[Finding], now: float, *, settling: bool) -> Iterable[Finding]:
         """Return the findings that are raised; a new finding is unknown until it persists."""

@@ -14,9 +14,8 @@ from dataclasses import replace
 from agent.base import units
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
-from hardware.nics import fastest
 from planner.lint.findings import CODES as ENVIRONMENT_CODES
-from probes.api import Absent, Failed, Ok, Snapshot
+from probes.api import Absent, Failed, Ok, Snapshot, finding
 from probes.gpu.facts import GpuFacts
 from probes.hostinfo.probe import HostinfoFacts
 from probes.increases import CODES as RISING_CODES, find_risen
@@ -24,15 +23,46 @@ from probes.interfaces.facts import InterfacesFacts
 from probes.limits.probe import LimitsFacts
 from probes.pci import probe as pci_probe
 from probes.pci.facts import AMD, HABANA, PciFacts, list_other_gpus
-from probes.rdma.facts import OTHER, RAIL, RdmaDevice, RdmaFacts
+from probes.rdma.facts import RdmaFacts
 from probes.registry import ALL, SCAN_CODES, check_facts, report_failures
-from topology import check as topology_check
-from topology.graph import NodeTopology, Pairs, rank
+from topology.check import CODES as TOPOLOGY_CODES, check as check_topology, find_role
+from topology.graph import NodeTopology
 
+_TEXTS = read_table(__file__, "findings.toml")
 ALWAYS_THERE = ("hostinfo", "limits", "pci", "interfaces")  # probes that apply to every host
 NOT_REQUIRED: dict[str, str] = read_table(__file__, "rules.toml")["not_required"]
 """Codes that may be unknown although their probe answered, with the reason, which is not a fault of the device."""
 _SOFT_RDMA = ("rxe", "siw")  # software RDMA over an Ethernet interface, on no bus
+
+
+# All finding codes of the product, and findings with the texts of findings.toml next to this module.
+
+
+def make_finding(
+    key: str, node: str, status: Status | None = None, *, subject: str = "", evidence: tuple[str, ...] = (),
+    **values: object,
+) -> Finding:  # fmt: skip
+    """Create the finding with this key of findings.toml for a node, and fill in its texts."""
+    return replace(finding(_TEXTS, key, status, subject, evidence, **values), node=node)
+
+
+def _list_codes(*families: str) -> tuple[str, ...]:
+    """Return the codes of findings.toml that begin with one of these words."""
+    return tuple(dict.fromkeys(code for key in _TEXTS if (code := key.split()[0]).startswith(families)))
+
+
+EXPECT_CODES = _list_codes("expect.")
+RDMA_BENCH_CODES = _list_codes("bench.rdma.")
+BENCH_CODES = tuple(code for code in _list_codes("bench.", "evidence.") if code not in RDMA_BENCH_CODES)
+RUN_CODES = _list_codes("run.", "forecast.")
+SEARCH_CODES = _list_codes("search.")
+CLUSTER_CODES = _list_codes("cluster.")
+PROBE_CODES: tuple[str, ...] = tuple(code for probe in ALL for code in probe.codes)
+HOST_CODES: tuple[str, ...] = (  # checks that a preflight of a host can perform
+    *PROBE_CODES, *SCAN_CODES, *TOPOLOGY_CODES, *ENVIRONMENT_CODES, *EXPECT_CODES, *BENCH_CODES, *RUN_CODES,
+)  # fmt: skip
+ALL_CODES: tuple[str, ...] = (*HOST_CODES, *RDMA_BENCH_CODES, *SEARCH_CODES, *CLUSTER_CODES)
+"""Every finding code of the product: the frozen surface that docs/reference/findings.md and the gate share."""
 
 
 def mark_required(snapshot: Snapshot, checks: Iterable[Finding]) -> Iterator[Finding]:
@@ -178,15 +208,16 @@ def check_node(snapshot: Snapshot, node: NodeTopology) -> tuple[Finding, ...]:
     if not node.gpus:
         unread = explain_unread_gpus(snapshot)
         why = f"no link is known: {unread}" if unread else "absent: no GPU on this host, so there is no link to judge"
-        return (*findings, *make_unmeasured(topology_check.CODES, why, snapshot.hostname))
-    host, pci = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts)
-    of_topology = topology_check.check(
+        return (*findings, *make_unmeasured(TOPOLOGY_CODES, why, snapshot.hostname))
+    host, pci, limits = snapshot.facts(HostinfoFacts), snapshot.facts(PciFacts), snapshot.facts(LimitsFacts)
+    of_topology = check_topology(
         node,
         gdr_level=host.nccl_variables.get("NCCL_NET_GDR_LEVEL") if host else None,
         gpus_on_bus=pci_probe.count_bare_metal_gpus(pci) if pci else None,
         in_container=pci is None or pci.container is not None,
+        of_job=limits is not None and limits.container is not None and not limits.of_agent,
     )
-    judged = with_passes(snapshot.hostname, of_topology, topology_check.CODES)
+    judged = with_passes(snapshot.hostname, of_topology, TOPOLOGY_CODES)
     if node.nvlink_known:
         return (*findings, *judged)
     why = "the NVLinks of these GPUs could not be read"
@@ -207,36 +238,12 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
         on_bus = bool(pci_probe.list_gpus(pci) or list_other_gpus(pci))
 
     def with_roles(facts: RdmaFacts) -> RdmaFacts:
-        return replace(facts, devices=tuple(replace(d, role=_find_role(node, d, facts.devices)) for d in facts.devices))
+        return replace(facts, devices=tuple(replace(d, role=find_role(node, d, facts.devices)) for d in facts.devices))
 
     if not node.gpus and not on_bus:
         snapshot = snapshot.with_facts(InterfacesFacts, lambda facts: replace(facts, backend="gloo"))
     snapshot = snapshot.with_facts(LimitsFacts, lambda facts: replace(facts, gpus=len(node.gpus)))
     return snapshot.with_facts(RdmaFacts, with_roles)
-
-
-def _find_role(node: NodeTopology, device: RdmaDevice, devices: tuple[RdmaDevice, ...]) -> str | None:
-    """Return RAIL if the device is nearest to a GPU, OTHER if each GPU has a nearer device, None if undetermined.
-
-    A device whose ports are down is classified by its position, because another card does not become the GPU's rail.
-    """
-    pairs = Pairs(node.pairs)
-    nearest = [near for near in node.nearest_nic if near.decidable and near.local]
-    tied = [near for near in nearest if rank(pairs.label(near.gpu, device.name)) <= rank(near.label)]
-    names = {name for near in tied or nearest for name in near.nics} - {device.name}
-    others = [each for each in devices if each.name in names]
-    best = max(map(_sum_rates, others), default=0.0)
-    if tied:
-        # on servers without PCIe switches an onboard port is as near as the rails, but slower and of another model
-        models = {each.model for each in others if _sum_rates(each) == best}
-        return OTHER if _sum_rates(device) < best and device.model and models.isdisjoint((device.model, None)) else RAIL
-    return OTHER if nearest and len(nearest) == len(node.nearest_nic) and _sum_rates(device) <= best else None
-
-
-def _sum_rates(device: RdmaDevice) -> float:
-    """Return bytes/s of all ACTIVE ports; without one, the rate of the model, or 0 if that is unknown."""
-    rates = [port.rate_bytes_per_second or 0.0 for port in device.ports if port.state == "ACTIVE"]
-    return sum(rates) if rates else fastest(device.model) or 0.0
 
 
 def _lower_socket_finding(snapshot: Snapshot, check: Finding) -> Finding:

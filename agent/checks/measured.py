@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from agent.base import units
-from agent.checks.codes import RUN_CODES, make_finding
 from agent.checks.findings import ORDER
-from agent.checks.host_checks import is_gdrdma_possible, make_unmeasured
+from agent.checks.host_checks import RUN_CODES, is_gdrdma_possible, make_finding, make_unmeasured
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from collectives.bench.results import Bar, BenchResult, Measurement

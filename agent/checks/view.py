@@ -6,18 +6,15 @@ A view is computed once per scan and used by every request.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from agent.checks.codes import EXPECT_CODES
-from agent.checks.host_checks import add_rising_counters, check_node
+from agent.checks.host_checks import EXPECT_CODES, add_rising_counters, check_node
 from agent.checks.verdict import Verdict, judge
 from contracts.finding import Finding, Status
 from contracts.redaction import without_secrets
 from probes.api import Snapshot
-from probes.gpu.facts import GpuFacts
-from probes.gpu.health import FREE_MEMORY, is_full, name_subject
 from probes.hostinfo.probe import HostinfoFacts
 from probes.interfaces.facts import InterfacesFacts
 from topology.build import build
@@ -100,15 +97,3 @@ def with_environment(snapshot: Snapshot, environment: Mapping[str, str]) -> Snap
     return snapshot.with_facts(InterfacesFacts, lambda facts: replace(
         facts, socket_ifname=environment.get("NCCL_SOCKET_IFNAME") or facts.socket_ifname,
         gloo_ifname=environment.get("GLOO_SOCKET_IFNAME") or facts.gloo_ifname))  # fmt: skip
-
-
-def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[Snapshot]) -> tuple[Finding, ...]:
-    """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
-    facts = [(snapshot.hostname, gpus) for snapshot in snapshots if (gpus := snapshot.facts(GpuFacts)) is not None]
-    full = {(node, name_subject(gpu)) for node, gpu_facts in facts for gpu in gpu_facts.gpus if is_full(gpu)}
-    return tuple(
-        replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
-        if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full
-        else check
-        for check in checks
-    )

@@ -209,8 +209,8 @@ def calibrate(
 def compare_networks(form: str, folder: Path, if_possible: bool, verbose: bool, **values: Any) -> None:
     """Run the job over each network, write the report, and exit with the verdict's code."""
     from agent.jobs import networks
+    from agent.jobs.launch import LaunchOptions
     from agent.jobs.namespaces import HOSTS, NamespaceError
-    from agent.jobs.options import LaunchOptions
     from collectives.bench.processes import BusyError
 
     options = LaunchOptions.of(**values)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.base import raise_as, units, version
-from agent.base.options import command
+from agent.base.options import InputError, command
 from agent.base.output import Progress, print_text, to_document, write_result
 from agent.checks.findings import sort_worst_first
 from agent.checks.view import build_view
@@ -149,7 +149,7 @@ def collect_cluster(namespace: str, context: str | None, nodes: Sequence[str]) -
     agents = _list_objects([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"]
     pods = {str(pod["spec"]["nodeName"]): str(pod["metadata"]["name"]) for pod in agents if pod["spec"].get("nodeName")}
     if unknown := [name for name in nodes if name not in pods]:
-        raise BundleError(f"no agent's pod on {', '.join(unknown)} in the namespace {namespace}")
+        raise InputError(f"--node {', '.join(unknown)}: no agent's pod there in {namespace}, but on {', '.join(pods)}")
     selected = {node: pod for node, pod in pods.items() if not nodes or node in nodes}
     hosts: dict[str, Files] = {"cluster": {}}
     for kind in _TABLE["kinds"]:

@@ -32,12 +32,12 @@ def evidence(
     from collectives.nccl_log import evidence as reader
 
     try:
-        result = reader.read_files(source or ("-",))
+        result = reader.read_files(source or ("-",), require_gdrdma=require_gdrdma)
     except OSError as error:
         raise InputError(f"{error.filename or ' '.join(source)}: {error.strerror}") from None
-    document = {**plain.write(result), "exit_code": reader.exit_code(result)}
-    emit(document, form, lambda out: print_evidence(out, result, verbose=verbose))
-    sys.exit(reader.exit_code(result, fail_on=fail_on, require_gdrdma=require_gdrdma))
+    code = reader.exit_code(result, fail_on=fail_on)
+    emit({**plain.write(result), "exit_code": code}, form, lambda out: print_evidence(out, result, verbose=verbose))
+    sys.exit(code)
 
 
 def _print_verdict(out: Console, result: Evidence) -> None:

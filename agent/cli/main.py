@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import importlib
 import sys
+import tomllib
 
 import click
 
@@ -20,29 +21,8 @@ FILE_ERRORS = (
     errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
 
-VERBS: dict[str, tuple[str, str]] = {
-    # The module with the function of each verb, and its help line. The line is here so that --help imports no verb.
-    "scan": ("agent.cli.hosts", "Inspect this host and print its devices and findings. Reads only."),
-    "demo": ("agent.cli.hosts", "Show the findings of a faulty 8-GPU node that is built in."),
-    "capture": ("agent.cli.hosts", "Record this host in a file that every command can read."),
-    "bundle": ("agent.cli.bundle", "Create a support bundle for this host or for all nodes, without secrets."),
-    "topo": ("agent.cli.topo", "Show how GPUs and NICs are connected."),
-    "diff": ("agent.cli.hosts", "Compare two recordings or, with --fleet, many."),
-    "bench": ("agent.cli.bench", "Benchmark NCCL or Gloo collectives. Generates load."),
-    "search": ("agent.cli.bench", "Find the nodes and links that make jobs slow or hang. Generates load."),
-    "evidence": ("agent.cli.evidence", "Prove from NCCL logs which transport each channel used."),
-    "why": ("agent.cli.why", "Diagnose a stuck, slow or failed training run."),
-    "calibrate": ("agent.cli.bench", "Measure this machine to make forecasts more precise. Generates load."),
-    "recommend": ("agent.cli.recommend", "Recommend the NCCL environment and the parallel layout."),
-    "lint-env": ("agent.cli.lint_env", "Check NCCL environment variables in a script, manifest or running process."),
-    "preflight": ("agent.cli.preflight", "Run all checks as a gate; the exit code is the verdict."),
-    "launch": ("agent.cli.launch", "Launch a fine-tune with the recommended environment and layout."),
-    "run": ("agent.cli.launch", "Run a training command with the rank monitor, which `why` reads."),
-    "compare-networks": ("agent.cli.bench", "Run one fine-tune over each network and compare them. Generates load."),
-    "wrap": ("agent.cli.launch", "Add the checks and the environment to the manifest of your own job."),
-    "serve": ("agent.http.serve", "Run the agent: HTTP pages, JSON and Prometheus metrics."),
-    "explain": ("agent.cli.main", "Explain a finding, log problem, diagnosis or alert."),
-}
+with open(__file__.replace(".py", ".toml"), "rb") as table:  # noqa: PTH123 - --help needs no pathlib
+    VERBS: dict[str, tuple[str, str]] = {verb: (module, line) for verb, (module, line) in tomllib.load(table).items()}
 
 
 class LazyGroup(click.Group):

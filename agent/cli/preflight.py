@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from agent.base import raise_as
-from agent.base.options import command, require_writable
-from agent.base.output import Progress, console, print_text, render, save_document, write_result
+from agent.base.options import InputError, command, require_writable
+from agent.base.output import Progress, console, explain_unwritable, print_text, render, save_document, write_result
 from contracts.plain import printable
 
 if TYPE_CHECKING:
@@ -29,8 +29,7 @@ def preflight(
 ) -> None:  # fmt: skip
     """Run the checks, write the results in each form, and exit with the verdict's code."""
     targets = [_parse_target(form) for form in forms] or [("table", None)]
-    from agent.jobs.options import PreflightOptions
-    from agent.jobs.preflight import REPORTS, judge_nodes, run, write_folder
+    from agent.jobs.preflight import REPORTS, PreflightOptions, judge_nodes, run, write_folder
 
     options = PreflightOptions.of(**values)
     folder = options.folder
@@ -57,21 +56,20 @@ def _parse_target(form: str) -> tuple[str, Path | None]:
     name, _, file = form.partition("=")
     if name not in FORMATS:
         raise click.UsageError(f"-o {form}: the format must be one of {', '.join(FORMATS)}")
-    if file:
-        require_writable(f"-o {name}", Path(file))
+    if file and (problem := explain_unwritable(Path(file))):
+        raise InputError(f"-o {form}: {problem}")
     return name, Path(file) if file else None
 
 
 def _write(report: Report, form: str, path: Path | None, *, verbose: bool, everything: bool) -> None:
+    from agent.base.lines import plain_console
     from agent.jobs.preflight import format_slurm_hosts, format_slurm_reasons, render_junit
 
+    if form == "table" and path is None:
+        print_report(console(), report, verbose=verbose, everything=everything)
+        return
+    table = io.StringIO()
     if form == "table":
-        from agent.base.lines import plain_console
-
-        if path is None:
-            print_report(console(), report, verbose=verbose, everything=everything)
-            return
-        table = io.StringIO()
         print_report(plain_console(table), report, verbose=verbose, everything=everything)
         text = table.getvalue()
     else:
@@ -80,8 +78,8 @@ def _write(report: Report, form: str, path: Path | None, *, verbose: bool, every
         text = texts.get(form, lambda full: render(full, form))(report)
     if path is None:
         print_text(text, nl=False)
-        return
-    write_result(path, text, label=f"-o {form}={path}")
+    else:
+        write_result(path, text, label=f"-o {form}={path}")
 
 
 def render_github(report: Report) -> str:

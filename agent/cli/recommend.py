@@ -11,9 +11,8 @@ import click
 from click.core import ParameterSource
 
 from agent.base import raise_as, units
-from agent.base.options import NothingFitsError, RequestError, command
+from agent.base.options import NothingFitsError, RequestError, command, find_most
 from agent.base.output import emit, print_notes, print_text
-from agent.base.question import most
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,12 +28,13 @@ def recommend(
     list_exports: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Ask the planner and print the answer in the requested format."""
-    from agent.advice.advise import ENVIRONMENTS, FORMATS, adapt_to_pods, advise, export
+    from agent.advice.advise import ENVIRONMENTS, FORMAT_TEXTS, FORMATS, adapt_to_pods, advise, export
     from agent.advice.request import Request
     from planner.forecast.models import KNOWN
 
     if list_exports or options["model"] == "list":
-        print_text("\n".join(FORMATS if list_exports else [model.name for model in KNOWN]))
+        formats = (f"{name:11} {FORMAT_TEXTS[name]}" for name in FORMATS)
+        print_text("\n".join(formats if list_exports else (model.name for model in KNOWN)))
         return
     if form not in ("table", *FORMATS):
         raise click.UsageError(f"-o {form}: must be one of table, {', '.join(FORMATS)}")
@@ -75,7 +75,7 @@ def _explain_no_layout(advice: Recommendation) -> str:
 
 def _advise_on_file(request: Request, snapshots: Sequence[Snapshot]) -> Recommendation:
     """Return the advice for a file of job settings, with a line that names the trainer that would run it."""
-    from agent.advice.job_settings import choose_trainer
+    from agent.advice.job_plan import choose_trainer
 
     typed = click.get_current_context().get_parameter_source("engine") is ParameterSource.COMMANDLINE
     advice, reason = choose_trainer(request, request.train.engine if typed else "auto", snapshots)
@@ -93,9 +93,9 @@ def _parse_numbers(text: str) -> list[int]:
 
     name, _, numbers = text.partition("=")
     entries = numbers.split(",")
-    wrong = [word for word in entries if not word.isdecimal() or not 1 <= int(word) <= most("nodes")]
+    wrong = [word for word in entries if not word.isdecimal() or not 1 <= int(word) <= find_most("nodes")]
     if name != "nodes" or wrong or len(entries) > MAX_POINTS:
-        allowed = f"nodes=1,2,4 with at most {MAX_POINTS} numbers up to {most('nodes')}"
+        allowed = f"nodes=1,2,4 with at most {MAX_POINTS} numbers up to {find_most('nodes')}"
         raise click.UsageError(f"--sweep {text}: must be {allowed}")
     return [int(word) for word in entries]
 
@@ -135,7 +135,7 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
     from agent.advice.advise import PLAN_ERRORS
     from agent.base.lines import table
     from agent.terminal.advice import format_layout
-    from contracts.job_config import parse_layout_text
+    from contracts.job_config import ConfigError, parse_layout_text
     from planner.forecast.calibration import load_calibration
     from planner.recommend import compare, estimate_difference, forecast_named, plan, scaled, unjudged
 
@@ -149,7 +149,9 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
         planned = plan(cluster, snapshots, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
             planned = scaled(planned, step)
-        first, second = (forecast_named(planned, parse_layout_text(text)) for text in texts)
+        with raise_as(RequestError, ConfigError, "--compare: "):
+            layouts = [parse_layout_text(text) for text in texts]
+        first, second = (forecast_named(planned, layout) for layout in layouts)
     rows = compare(first, second)
 
     def show(out: Console) -> None:

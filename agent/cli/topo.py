@@ -32,7 +32,7 @@ def topo(hosts: tuple[Path, ...], root: str, source: str | None, form: str, verb
     from topology.paths import with_expectations
 
     if form.startswith("slurm"):
-        _print_slurm(hosts, root, source, form)
+        _print_slurm(hosts, root, form)
         return
     if source:
         nodes = [with_expectations(read_topology(source))]
@@ -78,13 +78,11 @@ def _print_nodes(out: Console, checked: Sequence[tuple[NodeTopology, Sequence[Fi
                 print_problem(out, one.status, one.code, "", one.message, one.evidence[:3], one.remedy)
 
 
-def _print_slurm(hosts: Sequence[Path], root: str, source: str | None, form: str) -> None:
+def _print_slurm(hosts: Sequence[Path], root: str, form: str) -> None:
     """Print topology.conf for the nodes."""
     from topology import slurm_conf as slurm
     from topology.build import SOURCES
 
-    if source is not None:
-        raise click.UsageError(f"-o {form} and --from cannot be combined.")
     snapshots = sorted(read_snapshots(hosts, SOURCES, root=root), key=lambda snapshot: snapshot.taken_at_seconds)
     newest = {name_in_slurm(snapshot.hostname): snapshot for snapshot in snapshots}  # of two recordings of a node
     placements = [slurm.find_placement(snapshot) for snapshot in newest.values()]

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from agent.base import version
+from agent.base.options import InputError
 from contracts import bounded
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ TIMEOUT_SECONDS = 15.0
 LONGEST_WAIT_SECONDS = 30.0
 _WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')  # RFC 7234, 5.5, in the form that the API server writes
 _RENEW = "; the token or certificate is missing, expired or of another cluster: renew the credentials"
-_ROLE = r"; bind a role with the verb \1 on \2 to this user, then check: kubectl auth can-i \1 \2"
+_ROLE = r"; bind a role with the verb \1 on \2 to this user, then check as this user: kubectl auth can-i --list"
 _HINTS = (  # what to do about a status with this text; a quota or admission webhook refuses with 403 as well
     (401, "", _RENEW), (403, "system:anonymous", _RENEW), (403, r'cannot (\w+) resource "([^"]+)"', _ROLE),
 )  # fmt: skip
@@ -125,7 +126,8 @@ def _read_kubeconfig(configuration: Configuration, paths: str, context: str | No
     currents = (config.get("current-context") for config in merged.config_files.values())
     name = context or next(filter(None, currents), None)
     if name not in (contexts := [each["name"] for each in merged.config["contexts"].value]):
-        raise AccessError(f"{paths}: no context named {name!r}; there are: {', '.join(map(str, contexts)) or 'none'}")
+        kind = InputError if context else AccessError
+        raise kind(f"{paths}: no context named {name!r}; there are: {', '.join(map(str, contexts)) or 'none'}")
     loader = KubeConfigLoader(merged.config, active_context=name, config_base_path=None)
     loader.load_and_set(configuration)
     active = loader.current_context["context"]
@@ -305,5 +307,4 @@ def _make_error(path: str, status: int, raw: bytes, headers: Mapping[str, str]) 
     hints = (found.expand(hint) for code, words, hint in _HINTS if code == status and (found := re.search(words, text)))
     hint = f"; this cluster may lack the definition of {path}" if unserved else next(hints, "")
     after = headers.get("Retry-After", "")
-    return ApiError(status, text + hint,
-                    retry_after=float(after) if after.isdecimal() else None)  # fmt: skip
+    return ApiError(status, text + hint, retry_after=float(after) if after.isdecimal() else None)

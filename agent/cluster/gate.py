@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from agent.base import units
-from agent.checks.codes import CLUSTER_CODES, make_finding
 from agent.checks.expect import NodeExpectation, check_expectations
+from agent.checks.host_checks import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError
 from agent.cluster.client import Client, Json, make_path
 from agent.cluster.nodes import Fleet, NodeRecord
@@ -20,14 +20,13 @@ _REMOVED = {"ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "karpent
 
 
 def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> dict[str, list[Finding]]:
-    """Return the selected nodes, those of `selector` with findings. Raises ApiError, or GateError without any."""
-    selected: dict[str, list[Finding]] = {name: [] for name in names}
-    if selector:
-        labelled = client.items(make_path("v1", "nodes"), {"labelSelector": selector})
-        selected |= {item["metadata"]["name"]: _check_node_object(item) for item in labelled}
-    if not selected:
+    """Return the selected nodes with the findings of their Nodes. Raises ApiError, or GateError without any."""
+    nodes = client.items(make_path("v1", "nodes"), {"labelSelector": selector} if selector else None)
+    found = {node["metadata"]["name"]: _check_node_object(node) for node in nodes}
+    if not (names or found):
         raise GateError(f"--selector {selector}: no node has these labels")
-    return selected
+    gone = Finding(code=_UNREADY, status=Status.UNKNOWN, message="the cluster has no Node of this name")
+    return {name: found.get(name, [replace(gone, node=name)]) for name in names or found}
 
 
 def _check_node_object(item: Json) -> list[Finding]:

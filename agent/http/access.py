@@ -20,6 +20,7 @@ import re
 import shlex
 import stat
 import time
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,8 @@ class TokenChecker:
     def _check_file(self, token: str) -> str | ProblemError:
         """Check a token against the file (one per line); it is read each time, so that a removed token expires soon."""
         assert self._file is not None  # noqa: S101 - `_token` has made sure
-        try:
+        with raise_as(partial(ProblemError, 503), ValueError, "the token file cannot be used: "):
             lines = read_tokens(self._file)
-        except (OSError, ValueError) as error:
-            raise ProblemError(503, f"the token file cannot be used: {error}") from None
         sent = token.encode()
         matches = sum(hmac.compare_digest(line.encode(), sent) for line in lines)  # all lines, each in constant time
         return "token-file" if matches else self._refused()
@@ -194,9 +193,9 @@ def describe_grant(user: str, verb: str, path: str) -> str:
 
 def read_tokens(path: Path) -> list[str]:
     """Read the tokens of a file that only its owner (or group) may read. Raises ValueError."""
-    if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ValueError(f"{path} may be read or written by everyone: chmod 640")
-    with raise_as(ValueError, ValueError, f"{path}: "):
+    with raise_as(ValueError, (OSError, ValueError), f"{path}: "):
+        if path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            raise ValueError("may be read or written by everyone; restrict it with chmod 640")
         lines = [line.strip() for line in bounded.read(path, _MAX_TOKEN_BYTES).decode("ascii").splitlines()]
     tokens = [line for line in lines if line and not line.startswith("#")]
     if not tokens:

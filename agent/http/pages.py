@@ -12,10 +12,11 @@ from urllib.parse import urlencode
 from markupsafe import Markup
 
 from agent.advice.advise import EXPORTS, WHAT_IF_FIELDS
-from agent.base import question, units, version
+from agent.base import units, version
+from agent.base.options import FIELDS, QUESTION, find_most
 from agent.checks import history
-from agent.checks.codes import CLUSTER_CODES
 from agent.checks.findings import FindingGroup, find_point, group_findings, is_problem
+from agent.checks.host_checks import CLUSTER_CODES
 from agent.checks.verdict import judge
 from agent.checks.view import View
 from agent.cluster.gate import check_nodes
@@ -153,7 +154,7 @@ def _compare_families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -
 
 
 environment().globals.update(
-    field=lambda name: question.ROWS[question.FIELDS[name]], most=question.most, changed=history.describe_changes,
+    field=lambda name: QUESTION[FIELDS[name]], most=find_most, changed=history.describe_changes,
     exports=EXPORTS, cluster_address=cluster_address, search_summary=search.summarise,
     search_picture=lambda result: Markup(search.draw_pairs(result)),  # noqa: S704 - escaped there
 )  # fmt: skip

@@ -10,9 +10,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
@@ -37,8 +38,29 @@ GRACE_SECONDS = 12.0  # from the signal to the exit, even if something hangs; de
 SWITCH_SECONDS = 0.001  # longest time a request waits for a scan or question that computes in another thread
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The options of serve. Their help texts (agent/base/verbs/serve.toml) say what each means."""
+
+    hosts: tuple[Path, ...]
+    root: str
+    address: str
+    port: int
+    interval: float
+    folder: Path  # --state
+    expect: tuple[str, ...]
+    expect_file: Path | None
+    reads: Literal["open", "token"]
+    token_file: Path | None
+    token_review: bool
+    audience: str
+    publish: bool
+    publish_interval: float
+    node_name: str | None
+
+
 @command("serve")
-def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval: float, **options: Any) -> None:
+def serve(**values: Any) -> None:
     """Scan and listen until a signal arrives."""
     from probes.hostinfo.probe import ROLE
     from probes.registry import ALL
@@ -47,28 +69,30 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))  # an import may swallow KeyboardInterrupt
     if os.getpid() == 1:  # in a container: process 1 ignores a signal that it does not handle
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-    _check(hosts, options)
-    _make_state_folder(options["folder"])
+    options = ServeOptions(**values)
+    _check(options)
+    _make_state_folder(options.folder)
     client = None
-    if options["publish"] or options["token_review"]:
+    if options.publish or options.token_review:
         from agent.cluster.client import connect
 
         client = connect()
-    listening = bind(address, port)  # clients that connect during the imports wait instead of being refused
+    # before the imports: clients that connect meanwhile wait instead of being refused
+    listening = bind(options.address, options.port)
     os.environ.setdefault(ROLE, "agent")  # the probe process inherits it, so it is set first
-    scanner = None if hosts else Scanner(root, probes=ALL)
+    scanner = None if options.hosts else Scanner(options.root, probes=ALL)
     if scanner:  # the child imports while this process does
         threading.Thread(target=scanner.start, name="start", daemon=True).start()
     from agent.checks.history import History  # half a second of imports, at the same time as those of the child
     from agent.http.state import State
 
-    scan = (lambda: (scanner.scan(),)) if scanner else (lambda: read_snapshots(hosts, ALL))
+    scan = (lambda: (scanner.scan(),)) if scanner else (lambda: read_snapshots(options.hosts, ALL))
     state = State(
-        scan, interval_seconds=interval, folder=options["folder"],
-        expected=lambda: _read_expected(options),
-        history=None if hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
+        scan, interval_seconds=options.interval, folder=options.folder,
+        expected=lambda: _read_expected(options.expect, options.expect_file),
+        history=None if options.hosts else History(lambda: time.clock_gettime(time.CLOCK_BOOTTIME)),
     )  # fmt: skip
-    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(address, address)  # noqa: S104 - read, not bound
+    host = {"0.0.0.0": "localhost", "::": "localhost"}.get(options.address, options.address)  # noqa: S104 - read, not bound
     page = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
     end = "  (Ctrl-C ends)" if sys.stderr.isatty() else ""
     print_text(f"page: {page}  metrics: {page}metrics{end}", err=True)
@@ -79,12 +103,11 @@ def serve(hosts: tuple[Path, ...], root: str, address: str, port: int, interval:
             scanner.close()
 
 
-def _read_expected(options: dict[str, Any]) -> Sequence[NodeExpectation]:
+def _read_expected(words: Sequence[str], file: Path | None) -> Sequence[NodeExpectation]:
     """Return the current expectations; the ConfigMap can appear, change and disappear. Raises GateError."""
     from agent.checks.expect import read_expectations
 
-    file: Path | None = options["expect_file"]
-    return read_expectations(options["expect"], file if file is not None and file.exists() else None)
+    return read_expectations(words, file if file is not None and file.exists() else None)
 
 
 def bind(address: str, port: int) -> socket.socket:
@@ -130,25 +153,24 @@ def listen(app: FastAPI, listening: socket.socket) -> None:
         raise click.ClickException("the HTTP agent did not start")
 
 
-def _check(hosts: tuple[Path, ...], options: dict[str, Any]) -> None:
+def _check(options: ServeOptions) -> None:
+    """Reject options that cannot work before the agent listens."""
     from agent.checks.expect import read_expectations
     from probes.registry import ALL
 
-    read_expectations(options["expect"], None)
-    file = options["expect_file"]
+    read_expectations(options.expect, None)
+    file = options.expect_file
     if file is not None and not file.exists():
         log.warning("--expect-file %s: there is no such file; nothing is expected of this node until there is", file)
-    if options["reads"] == "token" and not (options["token_file"] or options["token_review"]):
+    if options.reads == "token" and not (options.token_file or options.token_review):
         raise click.UsageError("--reads token: needs --token-file or --token-review, or nobody can read")
-    if hosts and (count := len(read_snapshots(hosts, ALL))) != 1:
+    if options.hosts and (count := len(read_snapshots(options.hosts, ALL))) != 1:
         raise click.UsageError(f"--host: {count} hosts are recorded; an agent serves one")
-    if options["token_file"]:
+    if options.token_file:
         from agent.http.access import read_tokens
 
-        try:
-            read_tokens(options["token_file"])
-        except (OSError, ValueError) as error:
-            raise click.UsageError(f"--token-file: {error}") from None
+        with raise_as(click.UsageError, ValueError, "--token-file "):
+            read_tokens(options.token_file)
 
 
 def _make_state_folder(folder: Path) -> None:
@@ -160,33 +182,33 @@ def _make_state_folder(folder: Path) -> None:
         log.warning("--state: %s; posted runs and results of benchmarks will not be stored", problem)
 
 
-def build_application(state: State, options: dict[str, Any], client: Client | None = None) -> FastAPI:
+def build_application(state: State, options: ServeOptions, client: Client | None = None) -> FastAPI:
     """Connect endpoints and publisher to one state; `client` is needed to publish and to review tokens."""
     from agent.http.access import TokenChecker
     from agent.http.server import create
     from agent.http.state import Publisher
 
     tokens = TokenChecker(
-        client=client.brief() if client and options["token_review"] else None, token_file=options["token_file"],
-        audience=options["audience"], reads_open=options["reads"] == "open",
+        client=client.brief() if client and options.token_review else None, token_file=options.token_file,
+        audience=options.audience, reads_open=options.reads == "open",
     )  # fmt: skip
     publisher = None
-    if options["publish"] and client is not None:
-        publisher = Publisher(client, _latest_record(state, options), interval_seconds=options["publish_interval"])
+    if options.publish and client is not None:
+        publisher = Publisher(client, _latest_record(state, options), interval_seconds=options.publish_interval)
     return create(state, tokens=tokens, publisher=publisher)
 
 
-def _latest_record(state: State, options: dict[str, Any]) -> Callable[[], NodeRecord | None]:
+def _latest_record(state: State, options: ServeOptions) -> Callable[[], NodeRecord | None]:
     """Return a function that gives the record of the newest view, made once per view; None before the first scan."""
     from agent.cluster.nodes import make_record
 
-    name = options["node_name"] or os.uname().nodename
+    name = options.node_name or os.uname().nodename
     newest: tuple[View | None, NodeRecord | None] = None, None
 
     def latest() -> NodeRecord | None:
         nonlocal newest
         if (view := state.view) is not None and view is not newest[0]:
-            newest = view, make_record(view, name=name, interval_seconds=options["publish_interval"])
+            newest = view, make_record(view, name=name, interval_seconds=options.publish_interval)
         return newest[1]
 
     return latest

@@ -31,10 +31,10 @@ from starlette.requests import ClientDisconnect
 from agent import base, metrics
 from agent.advice import advise
 from agent.advice.request import Request as AdviceRequest
-from agent.base import question, raise_as
-from agent.base.options import RequestError
-from agent.checks.codes import ALL_CODES
+from agent.base import raise_as
+from agent.base.options import FIELDS, RequestError, question_model
 from agent.checks.findings import sort_worst_first
+from agent.checks.host_checks import ALL_CODES
 from agent.checks.verdict import FailOn, GateError, Verdict, judge, select
 from agent.checks.view import View
 from agent.http.access import PROBLEM_TYPE, TokenChecker, TokenMiddleware, make_problem
@@ -73,7 +73,7 @@ FormField = Annotated[str, Query(max_length=4096)]  # a form field; empty means 
 CodePattern = Annotated[str, Field(max_length=128)]
 
 
-class Recommendations(question.model()):  # type: ignore[misc]  # its members are the rows of agent/base/question.toml
+class Recommendations(question_model()):  # type: ignore[misc]  # its members are the rows of agent/base/question.toml
     """Query of GET /recommendations."""
 
     form: str = Field("json", alias="format", description="json, env, shell, k8s or an export.", max_length=32)
@@ -469,7 +469,7 @@ def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, render
             raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
         if query.method == "full" and "lora_rank" in query.model_fields_set:
             raise ProblemError(400, "lora_rank and method=full cannot be combined")
-        options = tuple((name, getattr(query, name)) for name in question.FIELDS)
+        options = tuple((name, getattr(query, name)) for name in FIELDS)
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 
 

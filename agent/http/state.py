@@ -22,9 +22,6 @@ from agent.checks.view import View, build_view
 from agent.cluster.client import ApiError, Client, Tally, choose_backoff, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL, NodeRecord, to_resource
 from agent.http.worker import ProblemError
-from collectives.bench.results import MAX_RESULT_BYTES
-from collectives.search.plan import SearchResult
-from contracts import bounded, plain
 from contracts.run_record import RunRecord
 from probes.api import Snapshot
 from probes.increases import EarlierScans
@@ -81,7 +78,7 @@ class State:
             snapshots, (expected, unread) = self._scan(), self._read_expectation()
             scanned = build_view(
                 snapshots, runs=self._runs(), earlier=self._past.snapshots, expected=expected, unread=unread,
-                search=self._last_search(),
+                search=result_store.read_last_search(self.folder) if self.folder else None,
             )  # fmt: skip
             view = with_bench(scanned, bench, bench_at)
             if self.history is not None:
@@ -130,16 +127,6 @@ class State:
                 self.error = f"{type(error).__name__}: {error}"
                 log.exception("scan failed")
             self._stop.wait(self.interval_seconds)
-
-    def _last_search(self) -> SearchResult | None:
-        """Return the latest search for bad nodes that this host planned; None if there is no readable one."""
-        if self.folder is None or not (path := self.folder / result_store.SEARCH_FILE).exists():
-            return None
-        try:
-            return plain.read(plain.loads(bounded.read_text(path, MAX_RESULT_BYTES)), SearchResult)
-        except (OSError, ValueError) as error:
-            result_store.log_unusable_file(path, error)
-            return None
 
     def _runs(self) -> tuple[RunRecord, ...]:
         return result_store.read_runs(self.folder) if self.folder else ()
@@ -197,6 +184,8 @@ class Publisher:
                 last = record and self._last and replace(self._last, scanned_at_seconds=record.scanned_at_seconds)
                 if record is not None and (record != last or time.monotonic() >= self._due):
                     self.write(record)
+                    if failures:
+                        log.warning("publish: the record is written again")
                     failures = 0
             except ApiError as error:
                 self.tally["publish_failures_total", error.reason] += 1

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -32,8 +32,7 @@ from pydantic import ValidationError
 from agent.advice import advise
 from agent.advice.request import Request as AdviceRequest
 from agent.base import log_to_stderr, output
-from agent.base.options import RequestError
-from agent.base.question import model as question_model
+from agent.base.options import RequestError, question_model
 from agent.checks.view import View
 from agent.cluster.client import AccessError, ApiError, Client, connect
 from agent.cluster.nodes import Fleet, make_record, make_row
@@ -108,13 +107,13 @@ def make_page(html: str, status: int = 200) -> Answer:
 class _WorkerProcess:
     """The worker process, and the data already sent to it. It belongs to one thread and ends with it."""
 
-    def __init__(self, command: Sequence[str], idle_seconds: float) -> None:
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
-                processes.tie_to_parent([*command, str(theirs.fileno()), str(idle_seconds)]),
+                processes.tie_to_parent([*COMMAND, str(theirs.fileno()), str(IDLE_SECONDS)]),
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 start_new_session=True, env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
@@ -125,12 +124,12 @@ class _WorkerProcess:
         self._pipe.recv_bytes()
         self._view: View | None = None
 
-    def ask(self, question: _Question, max_seconds: float) -> Answer:
+    def ask(self, question: _Question) -> Answer:
         """Return the answer. ProblemError if refused, TimeoutError if it is too slow or no client waits any more.
 
         Raises EOFError or OSError if the process has ended. The answer is text and bytes and is never unpickled.
         """
-        until = time.monotonic() + max_seconds
+        until = time.monotonic() + MAX_SECONDS
         if question.view is not None and question.view is not self._view:
             self._pipe.send(("view", replace(question.view, runs=())))
             self._view = question.view
@@ -139,7 +138,7 @@ class _WorkerProcess:
             if not question.waiting:
                 until = min(until, time.monotonic() + ABANDONED_SECONDS)
             if time.monotonic() > until:
-                raise TimeoutError(f"the question takes longer than {max_seconds:.0f} s: request less")
+                raise TimeoutError(f"the question takes longer than {MAX_SECONDS:.0f} s: request less")
         header, body = json.loads(self._pipe.recv_bytes()), self._pipe.recv_bytes()
         if "detail" in header:
             raise ProblemError(**header)
@@ -158,12 +157,7 @@ class _WorkerProcess:
 class Worker:
     """Sends expensive questions from one event loop to one thread, which starts the process and asks them in order."""
 
-    def __init__(
-        self, *, command: Sequence[str] = COMMAND, max_waiting: int = MAX_WAITING,
-        max_seconds: float = MAX_SECONDS, idle_seconds: float = IDLE_SECONDS,
-    ) -> None:  # fmt: skip
-        self._command, self._idle_seconds = command, idle_seconds
-        self._max_waiting, self._max_seconds = max_waiting, max_seconds
+    def __init__(self) -> None:
         self._questions: dict[Hashable, _Question] = {}  # questions without an answer yet
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._process: _WorkerProcess | None = None
@@ -177,13 +171,13 @@ class Worker:
         key = name, tuple(sorted(arguments.items())), id(view)
         question = self._questions.get(key)
         if question is None:
-            if self._stopping or len(self._questions) >= self._max_waiting:
-                raise _make_busy_error(f"{self._max_waiting} such requests are already waiting")
+            if self._stopping or len(self._questions) >= MAX_WAITING:
+                raise _make_busy_error(f"{MAX_WAITING} such requests are already waiting")
             question = self._questions[key] = _Question(name=name, arguments=arguments, view=view)
             question.answered = self._thread.submit(self._answer, question)
             question.answered.add_done_callback(lambda _: self._questions.pop(key, None))
         question.waiting += 1
-        answered, until = asyncio.wrap_future(question.answered), time.monotonic() + 2 * self._max_seconds
+        answered, until = asyncio.wrap_future(question.answered), time.monotonic() + 2 * MAX_SECONDS
         # Retrieve an exception that arrives after the client disconnected; otherwise asyncio logs it with a traceback.
         answered.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -209,10 +203,10 @@ class Worker:
         """Answer in the worker's thread. If the process ends for any reason, it is replaced."""
         try:
             if self._process is None or self._process.has_ended():
-                self._process = _WorkerProcess(self._command, self._idle_seconds)
+                self._process = _WorkerProcess()
             if self._stopping:
                 raise _make_busy_error("the agent ends")
-            return self._process.ask(question, self._max_seconds)
+            return self._process.ask(question)
         except ProblemError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the next question gets another process

@@ -20,8 +20,8 @@ from agent.base.output import Progress
 from agent.base.result_store import save_benchmark_result
 from agent.checks import measured
 from agent.checks.baseline import make_baseline_bar
-from agent.checks.codes import RDMA_BENCH_CODES, make_finding
 from agent.checks.findings import ORDER
+from agent.checks.host_checks import RDMA_BENCH_CODES, make_finding
 from agent.checks.measured import BARS, JUDGED_OPS, format_bar
 from agent.checks.verdict import GateError
 from collectives.bench.calibrate import CalibrationRequest, calibrate

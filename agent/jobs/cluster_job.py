@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.advice import job_plan, job_settings
+from agent.advice import job_plan
 from agent.base.options import split_pair
 from agent.base.output import print_text
-from agent.checks.codes import ALL_CODES
+from agent.checks.host_checks import ALL_CODES
 from agent.checks.verdict import select
 from agent.cluster.client import ApiError, Client, json_object, make_path
-from agent.jobs.options import LaunchOptions
+from agent.jobs.launch import LaunchOptions
 from contracts.job_config import JobPlan, dump_plan
 from contracts.redaction import redact
 from contracts.run_record import RunRecord, record_of
@@ -26,9 +26,7 @@ from planner.kubernetes import manifests, networks
 from planner.kubernetes.manifests import MOUNT, RESTARTS, SAVE_SECONDS, Document, JobError, JobSpec, family
 from probes.api import Snapshot
 
-# Resource names of device plugins for the devices that a DRA claim requests: NICs shared, by SR-IOV, or of EFA.
-NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")
-DEVICES = ("nvidia.com/", *NICS)
+DEVICES = ("nvidia.com/", *networks.NICS)  # resource names of device plugins for what a DRA claim requests
 _texts = read_texts(__file__, "cluster_job.toml")
 
 
@@ -67,7 +65,7 @@ def build_spec(advice: Recommendation, options: LaunchOptions) -> JobSpec:
 
 def list_warnings(spec: JobSpec) -> Iterator[str]:
     """Warn about problems of a job that can be launched."""
-    nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(NICS)]
+    nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(networks.NICS)]
     has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
     if spec.nodes > 1 and spec.ipc_lock and not has_nic:
         yield _texts("no_rdma")
@@ -156,7 +154,7 @@ def build_claim(options: LaunchOptions) -> tuple[Document, ...]:
 
 def build_plan(advice: Recommendation, options: LaunchOptions, snapshots: Sequence[Snapshot]) -> JobPlan:
     """Return the job's plan, which writes to the claim unless the settings name a folder. Raises RequestError."""
-    output = str(job_settings.read_explicit_settings(advice, options.request).get("output_dir", ""))
+    output = str(job_plan.read_explicit_settings(advice, options.request).get("output_dir", ""))
     folder = manifests.place_on_claim(output or options.name)
     more = (f"output_dir={folder}",) if name_claim(options) else ()
     plan = job_plan.build_job_plan(advice, options.request.with_settings(*more), snapshots)
@@ -167,7 +165,7 @@ def build_plan(advice: Recommendation, options: LaunchOptions, snapshots: Sequen
 
 def refuse_untrainable(advice: Recommendation, options: LaunchOptions) -> None:
     """Raise JobError if the pods would train nothing, or could not store the result; the message says what to add."""
-    explicit, nodes = job_settings.read_explicit_settings(advice, options.request), options.nodes or 1
+    explicit, nodes = job_plan.read_explicit_settings(advice, options.request), options.nodes or 1
     if refusal := job_plan.explain_untrainable(advice, explicit):
         raise JobError(refusal)
     if nodes > 1 and not name_claim(options):

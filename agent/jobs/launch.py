@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Self
 
 from agent.advice.job_plan import GRACE_SECONDS
+from agent.advice.request import Request
 from agent.base.output import write_atomic
 from agent.jobs.benchmark import stop_on_signals
 from collectives.bench import processes
@@ -28,6 +30,64 @@ from contracts.redaction import redact
 _TAIL_BYTES = 65536  # of the job's log: contains torchrun's report and the tracebacks before it
 _LAST_SECONDS = 1.0  # for processes that ignored SIGTERM or outlived torchrun
 _AGAIN = "run the same command again to resume from the last checkpoint, if one was saved"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerbOptions:
+    """Options of a verb. One that is not given and has no default is None, empty or False. Help: agent/base/verbs."""
+
+    request: Request  # hosts or machine, model, run, and the settings of the job
+    require: tuple[str, ...] = ()
+    measure: bool = False
+    timeout: float
+    folder: Path | None = None
+
+    @classmethod
+    def of(cls, ranks: int | None, **options: Any) -> Self:
+        """Create the record from the options of a verb. Those that are no field here belong to the request."""
+        own = {field.name: options.pop(field.name) for field in fields(cls) if field.name in options}
+        return cls(request=Request.of(**options, ranks_per_node=ranks), **own)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions(VerbOptions):
+    """Where and how launch and compare-networks run a job."""
+
+    api: str = "local"
+    context: str | None = None
+    image: str | None = None
+    name: str
+    namespace: str
+    nodes: int | None = None
+    resources: tuple[str, ...] = ()
+    node_selector: tuple[str, ...] = ()
+    tolerate: tuple[str, ...] = ()
+    claim: str | None = None
+    storage_class: str | None = None
+    storage_size: str
+    token_secret: str | None = None
+    queue: str | None = None
+    topology: str | None = None
+    service_account: str | None = None
+    preflight_image: str | None = None
+    no_preflight: bool = False
+    agent: str | None = None
+    dra: tuple[str, ...] = ()
+    no_compute_domain: bool = False
+    with_network: bool = False
+    host_mofed: bool | None = None
+    restarts: int | None = None
+    storage_rate: int | None = None
+    partition: str | None = None  # Slurm, up to sbatch
+    exclude: str | None = None
+    over: str | None = None
+    time_limit: str | None = None
+    sbatch: tuple[str, ...] = ()
+    dry_run: bool = False
+    form: str = "yaml"  # of --dry-run
+    networks: tuple[str, ...] = ()  # compare-networks --over
+    steps: int | None = None
+    price: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +126,15 @@ class FinishedJob:
         return f"{self.cut_short}: {ending}" if self.cut_short else ending
 
 
-def build_command(plan: Path, ranks: int) -> list[str]:
-    """Return the torchrun command of one host."""
-    return build_torchrun_command([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks)
+def build_command(plan: Path, ranks: int, nodes: int = 1) -> list[str]:
+    """Return the torchrun command of a host; for several nodes HOST stands for the address of one of them."""
+    return build_torchrun_command([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks, nodes=nodes)
 
 
-def build_torchrun_command(job: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
-    """Return the command that runs `ranks` ranks of a job on this host."""
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def build_torchrun_command(job: Sequence[str], ranks: int, python: str = sys.executable, nodes: int = 1) -> list[str]:
+    """Return the command that runs the ranks of a job on this host, or this host's share of them."""
+    meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29400"] if nodes > 1 else ["--standalone"]
+    command = [python, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={ranks // nodes}"]
     # ranks survive if torchrun is killed, so each is set to end with torchrun
     return [*command, "--no-python", *processes.tie_to_parent(job, parent=0)]
 

@@ -20,8 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agent.advice.advise import EMBEDDED_MODEL, adapt_to_pods, advise, advise_cluster, with_fsdp
-from agent.advice.job_plan import build_job_plan, plan_transport, require_layout
-from agent.advice.job_settings import build_job_request, complete_request, read_settings
+from agent.advice.job_plan import (
+    build_job_plan,
+    build_job_request,
+    complete_request,
+    plan_transport,
+    read_settings,
+    require_layout,
+)
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, read_snapshots
@@ -29,8 +35,8 @@ from agent.base.output import Progress, print_notes, print_text, render_template
 from agent.base.result_store import store_run
 from agent.cluster.client import Client, connect
 from agent.jobs import benchmark, cluster_job
+from agent.jobs.launch import LaunchOptions
 from agent.jobs.namespaces import HOSTS, NamespaceError, NamespaceHosts, create_hosts, why_unavailable
-from agent.jobs.options import LaunchOptions
 from collectives.bench import processes, watch
 from collectives.bench.plan import BenchSpec, Case, write as write_plan
 from collectives.bench.results import BenchResult, Measurement
@@ -45,7 +51,7 @@ from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from planner.forecast.machines import network_bytes_per_second
 from planner.kubernetes.manifests import Document, JobError, render as render_documents
-from planner.nccl_env.situation import Reason, Setting
+from planner.kubernetes.networks import use_tcp
 from planner.recommend import forecast_layout, plan
 from probes.api import Snapshot
 from probes.interfaces.facts import InterfacesFacts
@@ -315,39 +321,38 @@ def _make_title(model: str | None, family: str, ranks: int) -> str:
 def compare_in_cluster(options: LaunchOptions) -> NetworkBars | None:
     """Run one cluster job per network, one after another; with --dry-run print the jobs instead, and return None."""
     nodes = options.nodes or 2
-    options = replace(options, nodes=nodes)
-    networks = parse(options.networks, here=False)
+    options, networks = replace(options, nodes=nodes), parse(options.networks, here=False)
     request = complete_request(replace(options.request, nodes=nodes))
     snapshots = request.read_hosts()
-    bars, jobs = [], []
     advice = with_fsdp(advise(request, snapshots))
     layout = require_layout(advice).layout
     cluster_job.refuse_untrainable(advice, options)
     advice, left_out = adapt_to_pods(advice, snapshots, here=not request.hosts)
-    for network in networks:
-        if network.rdma and not plan_transport(advice, snapshots):
-            reason = "no RDMA device was seen on the recorded hosts"
-            bars.append(NetworkBar(network="rdma", status="not available", why=reason))
-        else:
-            on_network = plan_on(advice, network, request, snapshots)
-            jobs.append((network, build_documents(on_network, network, options, snapshots)))
+    has_rdma = bool(plan_transport(advice, snapshots))
+    jobs = {
+        network: build_documents(plan_on(advice, network, request, snapshots), network, options, snapshots)
+        for network in networks if has_rdma or not network.rdma
+    }  # fmt: skip
+    without = NetworkBar(network="rdma", status="not available", why="no RDMA device was seen on the recorded hosts")
     print_notes(left_out)
+    claim = cluster_job.build_claim(options)
     if options.dry_run:
-        for bar in bars:
-            print_text(f"{bar.network}: {bar.status}: {bar.why}", err=True)
-        documents = [*cluster_job.build_claim(options), *(each for _, of_network in jobs for each in of_network)]
-        print_text(render_documents(documents), nl=False)
+        if len(jobs) < len(networks):
+            print_text(f"{without.network}: {without.status}: {without.why}", err=True)
+        print_text(render_documents([*claim, *(each for of_network in jobs.values() for each in of_network)]), nl=False)
         return None
-    client = connect(options.context)
-    for number, (network, of_network) in enumerate(jobs):
-        documents = [*(cluster_job.build_claim(options) if number == 0 else ()), *of_network]
-        bars.append(run(client, documents, network, options.api, seconds=options.timeout))
-    order = {network.name: place for place, network in enumerate(networks)}
+    client, bars = connect(options.context), []
+    for network in networks:
+        if network not in jobs:
+            bars.append(without)
+            continue
+        bars.append(run(client, [*claim, *jobs[network]], network, options.api, seconds=options.timeout))
+        claim = ()  # the first job has created it
     return add_cost(NetworkBars(
         title=_make_title(request.model, layout.family, layout.world_size),
         where=f"{nodes} pods of namespace {options.namespace}, by {options.api}",
         nodes=nodes, steps=options.steps or advice.total_steps or request.train.steps or 1,
-        node_hour_price=options.price, bars=tuple(sorted(bars, key=lambda bar: order[bar.network])),
+        node_hour_price=options.price, bars=tuple(bars),
     ))  # fmt: skip
 
 
@@ -383,24 +388,6 @@ def explain_no_interface(name: str, snapshots: Sequence[Snapshot]) -> str:
                 has = ", ".join(usable) or "none"
                 return f"{snapshot.hostname} has no such interface that is up and has an address; it has: {has}"
     return ""
-
-
-def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
-    """Return the same plan over TCP on this interface, without settings that only RDMA needs."""
-    reason = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
-    settings = tuple(
-        setting for setting in advice.settings
-        if not setting.name.startswith(tuple(_TABLE["rdma_settings"])) and not setting.name.endswith("_SOCKET_IFNAME")
-    )  # fmt: skip
-    backend = "NCCL" if advice.backend == "nccl" else "GLOO"
-    variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
-    if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would otherwise load
-        variables.append(("NCCL_NET", "Socket"))
-    return replace(
-        advice, settings=(*settings, *(Setting(name=n, value=v, reason=reason) for n, v in variables)),
-        needs=tuple(need for need in advice.needs
-                    if need.name not in ("memlock", "capability") and not need.value.startswith(cluster_job.NICS)),
-    )  # fmt: skip
 
 
 def build_documents(

@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.advice.advise import advise, with_fsdp
-from agent.advice.job_plan import build_job_plan, estimate_grace
-from agent.advice.job_settings import build_job_request, read_settings
+from agent.advice.job_plan import build_job_plan, build_job_request, estimate_grace, read_settings
 from agent.advice.request import Request
 from agent.base import EXIT_PASS, result_store, units, version
 from agent.base.options import InputError, read_snapshots
 from agent.base.output import Progress, render_template, to_document, write_atomic
 from agent.checks import baseline, measured
-from agent.checks.codes import ALL_CODES, BENCH_CODES, RUN_CODES
 from agent.checks.findings import sort_worst_first
-from agent.checks.host_checks import make_unmeasured
-from agent.checks.verdict import GateError, Verdict, describe_unchecked_gpus, judge, select
-from agent.checks.view import View, build_view, fail_full_gpus, with_environment
+from agent.checks.host_checks import ALL_CODES, BENCH_CODES, RUN_CODES, make_unmeasured
+from agent.checks.verdict import FailOn, GateError, Verdict, describe_unchecked_gpus, judge, select
+from agent.checks.view import View, build_view, with_environment
 from agent.jobs import benchmark, launch
-from agent.jobs.options import PreflightOptions
+from agent.jobs.launch import VerbOptions
 from collectives.bench.results import BenchResult
 from contracts.finding import Finding
 from contracts.host_list import compress_host_list, expand_host_list, name_in_slurm
@@ -38,6 +36,7 @@ from contracts.run_record import Comparison, RunRecord, compare
 from planner.advice import Recommendation
 from planner.forecast.calibration import Calibration
 from probes.api import Snapshot, read_host_name
+from probes.gpu.health import fail_full_gpus
 from probes.registry import ALL
 from topology.graph import NodeTopology
 from topology.paths import RequiredLinks
@@ -49,6 +48,24 @@ if TYPE_CHECKING:
 REASON_CHARACTERS = 400  # shown on one line by `sinfo -R` and logs
 REPORTS = Path("reports")  # folder of the report and of runs, unless --report names one
 PROBE_SECONDS = 30.0  # for each probe; a faulty node is slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightOptions(VerbOptions):
+    """What preflight checks, measures and trains, and which results fail."""
+
+    train: bool
+    quick: bool
+    bench_seconds: float | None
+    force: bool
+    skip: tuple[str, ...]
+    fail_on: FailOn
+    baseline: Path | None
+    expect: tuple[str, ...]
+    expect_file: Path | None
+    nodes: str | None  # names of a cluster's nodes, as a host list
+    selector: str | None
+    context: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

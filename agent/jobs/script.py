@@ -19,17 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from agent.advice.advise import adapt_to_pods, advise
-from agent.advice.job_plan import estimate_grace, run_forecast
-from agent.advice.job_settings import add_job_settings, look_up_shape
+from agent.advice.job_plan import add_job_settings, estimate_grace, look_up_shape, run_forecast
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, RequestError, split_pair
-from agent.checks.codes import ALL_CODES
+from agent.checks.host_checks import ALL_CODES
 from agent.checks.verdict import GateError, select
 from agent.jobs.autostart.sitecustomize import REPORT
 from agent.jobs.benchmark import count_default_ranks
-from agent.jobs.launch import FinishedJob, build_environment, build_torchrun_command, run
-from agent.jobs.options import LaunchOptions
+from agent.jobs.launch import FinishedJob, LaunchOptions, build_environment, build_torchrun_command, run
 from collectives.nccl_log import evidence
 from collectives.traces.rank_files import RANKS_FOLDER
 from contracts import bounded, run_record
@@ -201,8 +199,8 @@ def _read_channels(folder: Path, began: float) -> NcclChannels | None:
     logs = [each for each in sorted(folder.glob("*.log")) if each.stat().st_mtime >= began] if folder.is_dir() else []
     if not logs:
         return None
-    log = evidence.read_files(logs)
-    verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(log, require_gdrdma=False), "unknown")
+    log = evidence.read_files(logs, require_gdrdma=False)
+    verdict = {0: "proven", 3: "fault"}.get(evidence.exit_code(log), "unknown")
     return NcclChannels(verdict=verdict, channels=dict(log.transports), log=str(folder))
 
 

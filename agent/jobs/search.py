@@ -16,7 +16,7 @@ from typing import Any
 
 from agent.base import units
 from agent.base.output import explain_unwritable, render_template
-from agent.checks.codes import make_finding
+from agent.checks.host_checks import make_finding
 from agent.jobs.benchmark import advise_network_environment, describe_links, list_gpu_processes, list_gpus
 from collectives.bench.plan import SpecError
 from collectives.bench.run import detect_backend

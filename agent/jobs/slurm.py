@@ -9,20 +9,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from agent.advice.advise import advise
-from agent.advice.job_plan import build_job_plan, describe_grace, estimate_grace
+from agent.advice.job_plan import build_job_plan, describe_grace, estimate_grace, require_layout
 from agent.advice.request import Request
 from agent.base import units
 from agent.base.options import InputError, read_input
 from agent.base.output import write_atomic
-from agent.checks.codes import ALL_CODES
+from agent.checks.host_checks import ALL_CODES
 from agent.checks.verdict import select
-from agent.jobs.options import LaunchOptions
+from agent.jobs.launch import LaunchOptions
 from contracts.host_list import compress_host_list, expand_host_list
 from contracts.job_config import RunForecast, dump_plan
 from contracts.tables import read_table
@@ -63,42 +63,50 @@ def build_script(
 ) -> tuple[str, list[str]]:
     """Return the batch script of the job described by the options, and notes. Raises InputError or ValueError."""
     select((), require=options.require, codes=ALL_CODES)
-    nodes, notes, exclude = options.nodes or 1, list[str](), options.exclude or ""
+    nodes, notes = options.nodes or 1, list[str]()
     if not (options.request.hosts or options.request.machine):
         notes.append(LIKE_THIS_HOST)
     if options.over:
-        from agent.jobs.networks import explain_no_interface, use_tcp
-
-        check_word("--over", options.over)
-        if wrong := explain_no_interface(options.over, snapshots):
-            if options.request.hosts:
-                raise InputError(f"--over {options.over}: {wrong}")
-            notes.append(f"--over {options.over}: {wrong}")
-        advice = use_tcp(advice, options.over)
+        advice, about = _use_interface(advice, snapshots, options.over, is_recorded=bool(options.request.hosts))
+        notes += about
     plan = build_job_plan(advice, options.request.with_settings(f"output_dir={folder}"), snapshots)
     if options.over:  # the rate of this network is unknown
         plan = replace(plan, forecast=RunForecast())
-    assert plan.layout is not None  # noqa: S101 - job_plan has refused otherwise
-    ranks, left = divmod(plan.layout.world_size, nodes)
-    if left:
-        raise ScriptError(f"--nodes {nodes}: does not divide the layout's {plan.layout.world_size} ranks")
-    seconds = estimate_grace(advice, options.storage_rate, SAVE_SECONDS)
+    exclude = options.exclude or ""
     if "/" in exclude or os.path.isfile(exclude):
         exclude = read_input(exclude, _LIST_BYTES, hint="").decode(errors="replace")
-    sbatch_options = dict(word.partition("=")[::2] for word in options.sbatch)
+    named = dict(word.partition("=")[::2] for word in options.sbatch)
     if options.partition:
         check_word("--partition", options.partition)
-        sbatch_options["partition"] = options.partition
+        named["partition"] = options.partition
+    world = require_layout(advice).layout.world_size
+    if world % nodes:
+        raise ScriptError(f"--nodes {nodes}: does not divide the layout's {world} ranks")
+    seconds = estimate_grace(advice, options.storage_rate, SAVE_SECONDS)
     script = render_script(
-        name=options.name, nodes=nodes, ranks_per_node=ranks, plan=dump_plan(plan), output=folder,
-        python=sys.executable, gpus_per_node=ranks if advice.backend != "gloo" else 0, settings=advice.settings,
-        exclude=compress_host_list(expand_host_list(exclude)), time_limit=options.time_limit, options=sbatch_options,
-        gate=not options.no_preflight, require=options.require, measure=options.measure,
+        name=options.name, nodes=nodes, ranks_per_node=world // nodes, plan=dump_plan(plan), output=folder,
+        python=sys.executable, gpus_per_node=world // nodes if advice.backend != "gloo" else 0,
+        settings=advice.settings, exclude=compress_host_list(expand_host_list(exclude)), time_limit=options.time_limit,
+        options=named, gate=not options.no_preflight, require=options.require, measure=options.measure,
         ipc_lock=any(need.name == "memlock" for need in advice.needs), save_seconds=seconds,
         restarts=RESTARTS if options.restarts is None else options.restarts,
     )  # fmt: skip
     notice = describe_grace(advice, "the ranks", seconds, SAVE_SECONDS, options.storage_rate)
     return script, [*notes, *plan.notes, *filter(None, [notice])]
+
+
+def _use_interface(
+    advice: Recommendation, snapshots: Sequence[Snapshot], interface: str, *, is_recorded: bool
+) -> tuple[Recommendation, list[str]]:
+    """Return the advice for TCP on this interface, and a note if this host, which is not a node, lacks it."""
+    from agent.jobs.networks import explain_no_interface
+    from planner.kubernetes.networks import use_tcp
+
+    check_word("--over", interface)
+    wrong = explain_no_interface(interface, snapshots)
+    if wrong and is_recorded:
+        raise InputError(f"--over {interface}: {wrong}")
+    return use_tcp(advice, interface), [f"--over {interface}: {wrong}"] if wrong else []
 
 
 def submit(script: str, folder: Path) -> str:
@@ -156,35 +164,48 @@ def find_job_files(job_id: str) -> JobFiles:
     logs and the ranks' states in topoflight-ID below the folder from which the job was submitted.
     """
     fields = _read_job(job_id)
-    state = fields.get("JobState", "").partition(" ")[0]
-    details = ", ".join(filter(None, (state, fields.get("Reason"), fields.get("Restarts"))))
-    does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
-    again = f"{does} ({details})" if does else ""
+    details, again = _describe_state(fields)
     work = Path(fields.get("WorkDir") or Path.cwd())
     script = work / fields.get("Command", "")
-    of_job = [work, *([script.parent] if os.path.isfile(script) else [])] if fields else []
-    folders = dict.fromkeys([*of_job, Path.cwd()])
-    names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
+    named = [work, *([script.parent] if os.path.isfile(script) else [])] if fields else []
+    folders = dict.fromkeys([*named, Path.cwd()])
     own_id = fields.get("JobId", "").partition(" ")[0] or job_id  # 1239 for 1234_5: SLURM_JOB_ID of an array task
     for folder in folders:
+        names = (fields.get("StdOut", ""), f"slurm-{job_id}.log", f"slurm-{job_id}.out")
         log = next((path for name in names if (path := folder / name).is_file()), None)
         own = folder / f"topoflight-{own_id}"
         logs = (*((log,) if log else ()), *sorted(own.glob("*.log")))
-        if logs or own.is_dir():
-            places = (own, log.parent, folder) if log else (own,)
-            # future folder of the ranks: a wrapped script creates the first, launch has its script next to its log
-            awaited = own if own.is_dir() else logs[0].parent if logs[0].parent / "job.sbatch" == script else None
-            run = next((path for path in places if (path / "ranks").is_dir()), awaited)
-            whose = "which the controller names" if folder in of_job else "the current folder"
-            summary = f"job {job_id}{f' ({details})' if details else ''}: {units.count(len(logs), 'log')}"
-            if log and run == log.parent and (later := _find_later_job(log, own_id)):
-                run, whose = None, f"{whose}; run.json and the ranks' files are of job {later}, which ran there later"
-            return JobFiles(run, logs, f"{summary} in {logs[0].parent if logs else own}, {whose}", again)
-    if state == "PENDING":
+        if not logs and not own.is_dir():
+            continue
+        run = _find_run(own, log, is_launched=bool(logs) and logs[0].parent / "job.sbatch" == script)
+        whose = "which the controller names" if folder in named else "the current folder"
+        if log and run == log.parent and (later := _find_later_job(log, own_id)):
+            run, whose = None, f"{whose}; run.json and the ranks' files are of job {later}, which ran there later"
+        summary = f"job {job_id}{f' ({details})' if details else ''}: {units.count(len(logs), 'log')}"
+        return JobFiles(run, logs, f"{summary} in {logs[0].parent if logs else own}, {whose}", again)
+    if details.startswith("PENDING"):
         raise SlurmError(f"job {job_id} has not started ({details}), so there is nothing to diagnose yet")
     searched = ", ".join(map(str, folders))
     knows = "" if fields else "; the controller does not know the job, or no longer"
     raise SlurmError(f"job {job_id}: no file of it was found in {searched}{knows}; give its logs, or --run FOLDER")
+
+
+def _describe_state(fields: Mapping[str, str]) -> tuple[str, str]:
+    """Return state, reason and restarts of a job; and what it does since Slurm queued it again, empty if it did not."""
+    state = fields.get("JobState", "").partition(" ")[0]
+    details = ", ".join(filter(None, (state, fields.get("Reason"), fields.get("Restarts"))))
+    does = _AGAIN.get(fields.get("Reason", ""), _AGAIN.get(state)) if fields.get("Restarts") else ""
+    return details, f"{does} ({details})" if does else ""
+
+
+def _find_run(own: Path, log: Path | None, *, is_launched: bool) -> Path | None:
+    """Return the folder of the ranks' files: one that has them, else the one in which the ranks will write."""
+    places = (own, log.parent, own.parent) if log else (own,)
+    if run := next((path for path in places if (path / "ranks").is_dir()), None):
+        return run
+    if own.is_dir():  # a wrapped script creates it before it starts the ranks
+        return own
+    return log.parent if log and is_launched else None  # `launch` has its script next to its log
 
 
 def _find_later_job(log: Path, job_id: str) -> int | None:

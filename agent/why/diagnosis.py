@@ -14,12 +14,14 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from agent.base import units
 from agent.base.options import InputError
 from agent.why.ranks import find_newest_call, read_settled_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked, split_line
 from collectives.nccl_log.transport import Evidence, LogProblem
 from collectives.traces import rank_files, ras, watchdog
+from collectives.traces.watchdog import LogFacts
 from contracts import bounded, run_record
 from contracts.bounded import utf8_chunks
 from contracts.redaction import without_secrets
@@ -40,6 +42,9 @@ _SENT = re.compile(r"Sending process (\d{1,9}) closing signal")
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
 
 
+_Outlier = tuple[ras.RasRank, str, str]  # what RAS lists of a rank, what is wrong with it, and where RAS says so
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhySources:
     """The sources of a diagnosis, as the command line names them."""
@@ -53,7 +58,7 @@ class WhySources:
 
 
 def answer(sources: WhySources) -> Verdict:
-    """Return the verdict from all sources. Raises InputError."""
+    """Return the verdict from all sources. Raises InputError or LogFileError."""
     saved = tuple(filter(_is_saved_ras, sources.logs))
     logs = tuple(log for log in sources.logs if log not in saved)
     sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
@@ -89,6 +94,28 @@ def answer(sources: WhySources) -> Verdict:
 
 def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[str, str], list[str]]:
     """Read the run's folder, dumps and logs; return facts, evidence of the logs, their ends, and what is unreadable."""
+    facts, wrong = _read_rank_files(sources)
+    try:
+        found = evidence.read_files(sources.logs) if sources.logs else None
+        logs = _Logs(sources.logs, {state.pid: rank for rank, state in facts.states.items() if state.pid})
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}") from None
+    log, texts = logs.report, [*logs.ends.values()]
+    survived = {"rendezvous_timeout", "python_traceback"} & {note.code for note in found.notes} if found else set()
+    if found and (found.outcome == "finished" or (survived and found.outcome == "unknown")):  # it did not end the job
+        log, texts = replace(log, errors={}, rendezvous={}), []
+    rows = {row.rank: row for text in texts for row in run_record.failed_ranks(text)}
+    log = replace(log, errors={**{rank: row.error for rank, row in rows.items() if row.error}, **log.errors})
+    facts = replace(
+        facts, log=log, first=_first_ended(texts, facts.first), failed={**facts.failed, **rows}, limit=sources.limit,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), stacks=logs.stacks,
+        hosts=found.rank_hosts if found else {}, world=_find_world(facts, log, found, rows),
+    )  # fmt: skip
+    return facts, found, logs.ends, wrong
+
+
+def _read_rank_files(sources: WhySources) -> tuple[RunFacts, list[str]]:
+    """Read the run's folder and the dumps of the flight recorder; return also what could not be read."""
     facts, wrong = read_settled_run(sources.run) if sources.run else (RunFacts(now=time.time()), [])
     if sources.recorder is not None:
         monitor_files = rank_files.NAME.format(rank="*")  # of the ranks' monitors
@@ -97,30 +124,19 @@ def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[st
         facts, wrong = replace(facts, traces={**facts.traces, **traces}), wrong + bad
     if not facts.states and facts.traces:
         facts = replace(facts, now=find_newest_call(facts.traces))
-    try:
-        found = evidence.read_files(sources.logs) if sources.logs else None
-        logs = _Logs(sources.logs, {state.pid: rank for rank, state in facts.states.items() if state.pid})
-    except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}") from None
-    except LogFileError as error:
-        raise InputError(str(error)) from None
-    log, texts = logs.report, [*logs.ends.values()]
-    outlived = {"rendezvous_timeout", "python_traceback"} & {note.code for note in found.notes} if found else set()
-    if found and (found.outcome == "finished" or (outlived and found.outcome == "unknown")):  # it did not end the job
-        log, texts = replace(log, errors={}, rendezvous={}), []
-    rows = {row.rank: row for text in texts for row in run_record.failed_ranks(text)}
-    log = replace(log, errors={**{rank: row.error for rank, row in rows.items() if row.error}, **log.errors})
+    return facts, wrong
+
+
+def _find_world(
+    facts: RunFacts, log: LogFacts, found: Evidence | None, rows: Mapping[int, run_record.FailedRank]
+) -> int | None:
+    """Return the number of ranks that the sources show; None if none of them shows it."""
     # torchrun lists every rank of its node that it ended; a table with only its root cause is not such a list
     listed = len(rows) if len(rows) > 1 and set(rows) == set(range(len(rows))) else 0
-    members = [max(ranks) + 1 for trace in facts.traces.values() for ranks in trace.groups.values() if ranks]
-    worlds = [*filter(None, (facts.world, listed, found.ranks if found else None)), *members]
-    reached = [max(ranks) + 1 for ranks in (facts.traces, facts.states, log.traces) if ranks]
-    facts = replace(
-        facts, log=log, first=_first_ended(texts, facts.first), failed={**facts.failed, **rows}, limit=sources.limit,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), stacks=logs.stacks,
-        hosts=found.rank_hosts if found else {}, world=max([*worlds, *reached]) if worlds else None,
-    )  # fmt: skip
-    return facts, found, logs.ends, wrong
+    groups = [max(ranks) + 1 for trace in facts.traces.values() for ranks in trace.groups.values() if ranks]
+    worlds = [*filter(None, (facts.world, listed, found.ranks if found else None)), *groups]
+    seen = [max(ranks) + 1 for ranks in (facts.traces, facts.states, log.traces) if ranks]
+    return max([*worlds, *seen]) if worlds else None
 
 
 # Other sources --------------------------------------------------------------------------------------------------------
@@ -213,46 +229,66 @@ def _read_ras(source: str) -> ras.RasReport:
             return ras.read(ras.ask(host, int(port)))
         return ras.read(bounded.read(source, ras.MAX_BYTES))
     except (OSError, bounded.TooLargeError, ras.RasError) as error:
-        raise InputError(f"--ras {source}: {error}; must be a file, or HOST:PORT as localhost:28028") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"--ras {source}: {reason}; must be a file, or HOST:PORT as localhost:28028") from None
 
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """Add RAS to the verdict: it decides if no other source does; otherwise agreement or conflict is shown."""
     source = f"RAS: {report.total} communicators of up to {report.most} ranks"
-    verdict = replace(verdict, sources=(*verdict.sources, source))
     report, unheard = _split_silent_ranks(report, earlier)
-    gone = {rank for comm in report.comms for rank, rank_row in comm.ranks.items() if rank_row.missing}
-    laggards, counts = {}, ""
-    for comm in report.comms:
-        behind, sentence = ras.behind(comm)
-        counts = counts or sentence
-        for rank in gone & set(behind) if gone else behind if len(behind) <= comm.size / 2 else ():
-            laggards[rank] = comm.ranks.get(rank, ras.RasRank(rank=rank)), behind[rank], f"RAS, communicator {comm.id}"
+    verdict = _ask_about_silence(replace(verdict, sources=(*verdict.sources, source)), report, unheard)
+    gone = {rank for comm in report.comms for rank, row in comm.ranks.items() if row.missing}
     dead = [(row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"]
-    if unheard:
-        verdict = verdict.with_question("ras_unheard", names=why.ranks_of(unheard))
-    elif silent := [row for row in report.dead if row.missing != "dead" and verdict.state == "fine"]:
-        names = ", ".join(f"process {row.pid} on {row.host}, GPU {row.gpu}" for row in silent[:4])
-        verdict = verdict.with_question("ras_silent", names=names)
-    if verdict.causes and not (verdict.names_nobody and (laggards or dead)):
-        if set(verdict.ranks) == set(laggards) or not (laggards or dead or report.total):
-            return verdict
-        text = (f"RAS names {why.ranks_of(sorted(laggards)) if laggards else 'no rank'}, the verdict "
-                f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
-                "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
-        return replace(verdict, disagree=(*verdict.disagree, text))
+    outliers = _find_outliers(report, gone) or dead
+    if verdict.causes and not (verdict.names_nobody and outliers):
+        return _compare_with_ras(verdict, report, outliers)
     is_moving = earlier is not None and _list_counts(earlier) != _list_counts(report)
-    if not (gone or dead or verdict.causes) and (is_moving or not counts or earlier is None or not laggards):
-        return _judge_counts(verdict, report, counts, is_first=earlier is None, is_moving=is_moving)
-    rows = [laggards[rank] for rank in sorted(laggards)] or dead
-    causes = tuple(_make_rank_cause(*row) for row in rows)
-    ranks = tuple(rank for cause in causes for rank in cause.ranks)
+    is_behind = bool(outliers) and earlier is not None and not is_moving
+    if not (gone or dead or is_behind or verdict.causes):
+        return _judge_counts(verdict, report, is_first=earlier is None, is_moving=is_moving)
+    causes = tuple(_make_rank_cause(*row) for row in outliers)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
     return replace(
-        verdict, state=state, line=f"{state}: {causes[0].message}", causes=(*causes, *verdict.causes), ranks=ranks,
-        gpus=tuple(f"{row.host} GPU {row.gpu}" for row, *_ in rows if row.host and row.rank >= 0),
+        verdict, state=state, line=f"{state}: {causes[0].message}", causes=(*causes, *verdict.causes),
+        ranks=tuple(rank for cause in causes for rank in cause.ranks),
+        gpus=tuple(f"{row.host} GPU {row.gpu}" for row, *_ in outliers if row.host and row.rank >= 0),
         nodes=tuple(sorted({node for cause in causes for node in cause.nodes})),
     )  # fmt: skip
+
+
+def _ask_about_silence(verdict: Verdict, report: ras.RasReport, unheard: list[int]) -> Verdict:
+    """Add the question whether ranks or processes that RAS did not hear are lost."""
+    if unheard:
+        return verdict.with_question("ras_unheard", names=why.ranks_of(unheard))
+    silent = [row for row in report.dead if row.missing != "dead"]
+    if not silent or verdict.state != "fine":
+        return verdict
+    names = ", ".join(f"process {row.pid} on {row.host}, GPU {row.gpu}" for row in silent[:4])
+    return verdict.with_question("ras_silent", names=names)
+
+
+def _find_outliers(report: ras.RasReport, gone: set[int]) -> list[_Outlier]:
+    """Return the ranks that do not answer; if all do, those that are behind, unless they are most of a communicator."""
+    outliers: dict[int, _Outlier] = {}
+    for comm in report.comms:
+        behind, _ = ras.behind(comm)
+        is_minority = len(behind) <= comm.size / 2
+        for rank in gone & set(behind) if gone else behind if is_minority else ():
+            row = comm.ranks.get(rank, ras.RasRank(rank=rank))
+            outliers[rank] = row, behind[rank], f"RAS, communicator {comm.id}"
+    return [outliers[rank] for rank in sorted(outliers)]
+
+
+def _compare_with_ras(verdict: Verdict, report: ras.RasReport, outliers: list[_Outlier]) -> Verdict:
+    """Add that RAS names other ranks than the verdict, if it does."""
+    ranks = [row.rank for row, *_ in outliers if row.rank >= 0]
+    if set(verdict.ranks) == set(ranks) or not (outliers or report.total):
+        return verdict
+    text = (f"RAS names {why.ranks_of(ranks) if ranks else 'no rank'}, the verdict "
+            f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
+            "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
+    return replace(verdict, disagree=(*verdict.disagree, text))
 
 
 def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
@@ -265,8 +301,9 @@ def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
                  action=why.ACTIONS[kind])  # fmt: skip
 
 
-def _judge_counts(verdict: Verdict, report: ras.RasReport, counts: str, *, is_first: bool, is_moving: bool) -> Verdict:
-    """Counts that name nobody: they move, or are equal (which may be one call for ever), or most ranks are behind."""
+def _judge_counts(verdict: Verdict, report: ras.RasReport, *, is_first: bool, is_moving: bool) -> Verdict:
+    """Judge counts that name no rank: they move, or are equal (which may be one call for ever), or most are behind."""
+    counts = next(filter(None, (ras.behind(comm)[1] for comm in report.comms)), "")
     if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
@@ -304,45 +341,34 @@ def _list_counts(report: ras.RasReport) -> list[tuple[str, object, object]]:
 def _make_cause(problem: LogProblem) -> Cause:
     """Return the cause for a log problem, with its hosts if one of them is at fault."""
     lines = tuple(f"{line.place}: {line.text}" for line in problem.lines)
-    place = f"{problem.place}: " if problem.place else ""
-    return Cause(code=problem.code, message=place + problem.message, evidence=lines, action=problem.action,
+    message = f"{problem.place}: {problem.message}" if problem.place else problem.message
+    if problem.place and problem.code in _CODES["of_waiting"]:
+        message = f"{problem.message} (reported by {problem.place})"
+    if problem.code == "python_traceback" and problem.lines:
+        message += f": {problem.lines[0].text}"
+    return Cause(code=problem.code, message=message, evidence=lines, action=problem.action,
                  nodes=problem.hosts if problem.code in _CODES["of_hosts"] else ())  # fmt: skip
 
 
 def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
-    """Add the log's problems: reasons of a failure, and of a transport that is slower than possible.
-
-    torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
-    after a signal have not failed.
-    """
-    less_exact, ends_of_job = _CODES["less_exact"], _CODES["ends_of_job"]
-    lines = {p.code: _make_cause(p).evidence for p in log.problems if p.code != "job_failed"}
-    verdict = replace(verdict, causes=tuple(
-        replace(cause, evidence=cause.evidence or lines.get(less_exact.get(cause.code, cause.code), ()))
-        for cause in verdict.causes))  # fmt: skip
-    codes = (*ends_of_job, *(cause.code for cause in verdict.causes))
-    codes = (*codes, *(code for cause, code in less_exact.items() if cause in codes))
-    if facts.is_over or (facts.log.terminated and not facts.log.stopped):
-        codes = (*codes, "job_stopped")
-    rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes]
+    """Add the log's problems: reasons of a failure, and of a transport that is slower than possible."""
+    verdict = _add_lines(verdict, log)
+    rows = _select_problems(verdict, log, facts)
     causes = tuple(_make_cause(p) for p in rows[:8] if p.severity == "fail" or not verdict.causes)
     diagnosed = any(p.code.startswith("diag_") for p in rows)  # these do not need a channel
     if evidence.exit_code(log) == 5 and log.outcome == "unknown" and not diagnosed:  # no channel, and no end
         return replace(verdict, causes=(*verdict.causes, *causes))
     none_of = f", none of {why.ranks_of(log.missing_ranks)}" if log.missing_ranks else ""
-    source = f"NCCL log: {log.lines_read} line{'s' * (log.lines_read != 1)}{none_of}"
+    source = f"NCCL log: {units.count(log.lines_read, 'line')}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
-    timeouts = [line for p in log.problems if p.code == "watchdog_timeout" for line in p.lines]
-    earlier = [p for p in rows[:1] if p == log.problems[0] and p.severity == "fail" and p.lines and timeouts
-               and all(p.lines[0].file == line.file and p.lines[0].line < line.line for line in timeouts)]  # fmt: skip
-    if verdict.names_nobody and earlier:  # ranks wait since then
+    if verdict.names_nobody and _precedes_timeouts(rows, log):  # ranks wait since then
         return replace(verdict, state="failed", line=f"failed: {causes[0].message}", causes=(*causes, *verdict.causes))
     if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
-        if not causes or any(cause.code in ends_of_job for cause in ended):  # what remains are slow paths
+        if not causes or any(cause.code in _CODES["ends_of_job"] for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
-        first = causes[0].message if causes else "the log says so"
-        return replace(verdict, state="failed", line=f"failed: {first}", causes=causes, unknown=())
+        line = f"failed: {causes[0].message if causes else 'the log says so'}"
+        return replace(verdict, state="failed", line=line, causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":
         return replace(verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes)
     if verdict.state == "fine" and log.outcome == "finished":
@@ -350,6 +376,37 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     elif verdict.state == "fine" and causes:
         verdict = replace(verdict, line=f"fine except for a problem in the log: {causes[0].message}")
     return replace(verdict, causes=(*verdict.causes, *causes))
+
+
+def _add_lines(verdict: Verdict, log: Evidence) -> Verdict:
+    """Add the log's lines of the same problem to causes that have no evidence."""
+    lines = {code: _make_cause(p).evidence for p in log.problems if p.code != "job_failed"
+             for code in (p.code, *_CODES["less_exact"].get(p.code, ()))}  # fmt: skip
+    causes = tuple(replace(cause, evidence=cause.evidence or lines.get(cause.code, ())) for cause in verdict.causes)
+    return replace(verdict, causes=causes)
+
+
+def _select_problems(verdict: Verdict, log: Evidence, facts: RunFacts) -> list[LogProblem]:
+    """Return the log's failures and warnings without those that the verdict has, or that say only that the job ended.
+
+    torchrun ends the other ranks with a signal when one has failed. Ranks that have saved and ended by themselves
+    after a signal have not failed.
+    """
+    known = {cause.code for cause in verdict.causes}
+    codes = {*known, *_CODES["ends_of_job"], *(p for p, more in _CODES["less_exact"].items() if known & {*more})}
+    if facts.is_over or (facts.log.terminated and not facts.log.stopped):
+        codes.add("job_stopped")
+    rows = [p for p in log.problems if p.severity in ("fail", "warn") and p.code not in codes]
+    return [p for p in rows if not any(p.action == one.action and {*p.hosts} <= {*one.nodes} for one in verdict.causes)]
+
+
+def _precedes_timeouts(rows: list[LogProblem], log: Evidence) -> bool:
+    """Return whether the worst problem is a failure, and was logged before every timeout, in the same file."""
+    timeouts = [line for p in log.problems if p.code == "watchdog_timeout" for line in p.lines]
+    if not (rows and timeouts and rows[0] == log.problems[0] and rows[0].severity == "fail" and rows[0].lines):
+        return False
+    first = rows[0].lines[0]
+    return all(first.file == line.file and first.line < line.line for line in timeouts)
 
 
 # The run record, the scheduler and the gate before the job ------------------------------------------------------------
@@ -369,13 +426,9 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         sentence = f"a step takes {measured:.3g} s; the forecast was {forecast.low:.3g} to {forecast.high:.3g} s"
         exposed = record.communication.exposed_share if record.communication else None
         waiting = (f"collectives not overlapped with computation take {exposed:.0%} of the step",) if exposed else ()
-        cause = Cause(
-            code="step.slow", message=f"steps take {times:.1f} times the forecast", evidence=(sentence, *waiting)
-        )
-        causes = (*verdict.causes, cause)
-        return replace(
-            verdict, state="slow", line=verdict.line if verdict.causes else f"slow: {cause.message}", causes=causes
-        )
+        cause = make_cause("step_slow", times=f"{times:.1f}", evidence=(sentence, *waiting))
+        line = verdict.line if verdict.causes else f"slow: {cause.message}"
+        return replace(verdict, state="slow", line=line, causes=(*verdict.causes, cause))
     return verdict
 
 

@@ -128,24 +128,15 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     began, files = time.time(), {path: _get_modified(path) for path in ranks.glob("state_rank_*.json")}
     states, wrong = rank_files.read_ranks(files, read_state)
     traces, bad = rank_files.read_ranks(ranks.glob("*trace_rank_*"), rank_files.read_file)
-    since = max((_get_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
-    nodes, _ = rank_files.read_ranks(ranks.glob("state_node_*.json"), read_state)
-    nodes = {node: state for node, state in nodes.items() if _get_modified(ranks / NODE.format(rank=node)) > since}
-    nodes |= {
-        node: replace(nodes[node], ended=True) for node, kind in read_process_states(nodes).items() if kind == "gone"
-    }
-    newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
-    alive = read_process_states(states)
-    written = {rank: state.written for rank, state in states.items()}
-    # File times come from one clock, that of the file system, unless the folder was copied: then they are not write
-    # times
+    # file times come from one clock, that of the file system; in a copied folder they are not write times
     modified = {rank: files.get(ranks / NAME.format(rank=rank), 0.0) for rank in states}
+    written = {rank: state.written for rank, state in states.items()}
     copied = any(abs(modified[rank] - when) > COPIED_SECONDS for rank, when in written.items())
     times = written if copied else modified
     last = max(times.values(), default=0.0)
     ages = beats.ages(states, {rank: last - when for rank, when in times.items()})
-    is_running, now = any(kind != "gone" for kind in alive.values()), time.time()
-    silence = None
+    alive, silence = read_process_states(states), None
+    is_running = any(kind != "gone" for kind in alive.values())
     if states and not is_running:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else began - last
         is_running = silence < SILENT_RUN_SECONDS
@@ -156,12 +147,23 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     if full and began - last > STALE_SECONDS:  # a rank that runs cannot write either
         silence, ages = None, {}
     failed, stopped = _end_by_torchrun(ranks / FIRST)
-    first = next((rank for rank, one in failed.items() if one.is_own), None)
-    facts = RunFacts(traces=traces, states=states, nodes=nodes, processes=alive, ages=ages, copied=copied, full=full,
-                     starting=find_starting_ranks(states, alive), failed=failed, stopped=stopped,
-                     first=first, silence=silence, world=newest_state.world_size or None,
-                     now=now if is_running else newest_state.written or find_newest_call(traces))  # fmt: skip
+    newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
+    facts = RunFacts(
+        traces=traces, states=states, nodes=_read_nodes(ranks, states), processes=alive, ages=ages, copied=copied,
+        full=full, starting=find_starting_ranks(states, alive), failed=failed, stopped=stopped, silence=silence,
+        first=next((rank for rank, one in failed.items() if one.is_own), None), world=newest_state.world_size or None,
+        now=time.time() if is_running else newest_state.written or find_newest_call(traces),
+    )  # fmt: skip
     return facts, wrong + bad
+
+
+def _read_nodes(ranks: Path, states: Mapping[int, RankState]) -> dict[int, RankState]:
+    """Read the files of torchrun's agents that are newer than every rank: their ranks have not started yet."""
+    since = max((_get_modified(ranks / NAME.format(rank=rank)) for rank in states), default=0.0)
+    read, _ = rank_files.read_ranks(ranks.glob("state_node_*.json"), read_state)
+    nodes = {node: state for node, state in read.items() if _get_modified(ranks / NODE.format(rank=node)) > since}
+    gone = {node for node, kind in read_process_states(nodes).items() if kind == "gone"}
+    return {node: replace(state, ended=True) if node in gone else state for node, state in nodes.items()}
 
 
 def _end_by_torchrun(path: Path) -> tuple[dict[int, run_record.FailedRank], str]:
@@ -202,28 +204,12 @@ def watch(
     """Diagnose a run again and again until it ends. Report and save each change of the verdict, also to `metrics`.
 
     A failure ends it unless torchrun starts the ranks again within `limit` seconds.
-
-    While a verdict is not "no fault found", ranks dump their calls every SUSPICION_SECONDS, for
-    MAX_SUSPICION_SECONDS; otherwise ever more rarely.
     """
-    beats = Heartbeats()
-
-    def judge() -> tuple[Verdict, RunFacts]:
-        facts = replace(read_run(folder, beats)[0], limit=limit)
-        verdict: Verdict = without_secrets(why.judge(facts))  # it contains errors of the ranks
-        return verdict, facts
-
+    beats, dumps = Heartbeats(), _DumpRequests(folder, warn)
     last: object = None
     failed_at: float | None = None
-    requested_at = suspected_at = -MAX_SUSPICION_SECONDS
-    pause, warned = 0.0, False
     while True:
-        verdict, facts = judge()
-        if verdict.state == "failed":  # the other ranks still write how they ended
-            time.sleep(SETTLED_SECONDS)
-            verdict, facts = judge()
-        running = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
-        verdict = replace(verdict, unknown=running)
+        verdict, facts = _judge_run(folder, beats, limit)
         over = bool(facts.states) and all(state.ended for state in facts.states.values())
         if (change := (verdict.state, verdict.ranks, [cause.code for cause in verdict.causes], over)) != last:
             last = change
@@ -232,28 +218,57 @@ def watch(
                 warn(f"cannot write {run_record.WHY} into {folder}")
             if metrics is not None:
                 save_metrics(metrics, verdict, folder.resolve().name, warn)
-            suspected_at = time.monotonic()
-        if verdict.state != "failed":
-            failed_at = None
-            if over:
+            dumps.suspected_at = time.monotonic()
+        if verdict.state == "failed":
+            may_restart = any(one.restarts_left for one in facts.states.values())
+            if facts.first is not None or facts.stopped or not may_restart:
+                return verdict  # torchrun has ended, or has no restarts left
+            if failed_at is None:
+                failed_at = time.monotonic()
+                warn(f"torchrun may start the ranks again: --watch ends if it has not within {limit:.0f} s")
+            elif time.monotonic() - failed_at > limit:
                 return verdict
-        elif facts.first is not None or facts.stopped or not any(one.restarts_left for one in facts.states.values()):
-            return verdict  # torchrun has ended, or has no restarts left
-        elif failed_at is None:
-            failed_at = time.monotonic()
-            warn(f"torchrun may start the ranks again: --watch ends if it has not within {limit:.0f} s")
-        elif time.monotonic() - failed_at > limit:
+        elif over:
             return verdict
-        is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
-        if is_suspicious and time.monotonic() - suspected_at < MAX_SUSPICION_SECONDS:
-            pause = min(pause, SUSPICION_SECONDS)
-        if time.monotonic() - requested_at >= pause:
-            if not request_dumps(folder) and not warned:
-                warn(f"cannot write into {folder}: the ranks dump their calls only when they stall")
-                warned = True
-            requested_at = time.monotonic()
-            pause = min(max(2 * pause, ASK_SECONDS), MAX_ASK_SECONDS)
+        else:
+            failed_at = None
+        dumps.request_if_due(verdict)
         time.sleep(WATCH_SECONDS)
+
+
+def _judge_run(folder: Path, beats: Heartbeats, limit: float) -> tuple[Verdict, RunFacts]:
+    """Read the run and judge it; a failed one twice, because the other ranks still write how they ended."""
+    for pause in (SETTLED_SECONDS, 0.0):
+        facts = replace(read_run(folder, beats)[0], limit=limit)
+        verdict: Verdict = without_secrets(why.judge(facts))  # it contains errors of the ranks
+        if verdict.state != "failed":
+            break
+        time.sleep(pause)
+    unknown = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
+    return replace(verdict, unknown=unknown), facts
+
+
+class _DumpRequests:
+    """Asks the ranks to dump their calls: ever more rarely, and often for some minutes while something looks wrong."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self.suspected_at = -MAX_SUSPICION_SECONDS  # when the verdict last changed
+        self._folder, self._warn = folder, warn
+        self._requested_at, self._pause, self._warned = -MAX_SUSPICION_SECONDS, 0.0, False
+
+    def request_if_due(self, verdict: Verdict) -> None:
+        """Ask for a dump if the pause since the last request is over."""
+        now = time.monotonic()
+        is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
+        if is_suspicious and now - self.suspected_at < MAX_SUSPICION_SECONDS:
+            self._pause = min(self._pause, SUSPICION_SECONDS)
+        if now - self._requested_at < self._pause:
+            return
+        if not request_dumps(self._folder) and not self._warned:
+            self._warn(f"cannot write into {self._folder}: the ranks dump their calls only when they stall")
+            self._warned = True
+        self._requested_at = now
+        self._pause = min(max(2 * self._pause, ASK_SECONDS), MAX_ASK_SECONDS)
 
 
 def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], None]) -> None:

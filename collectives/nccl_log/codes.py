@@ -49,6 +49,13 @@ def make_problem(code: str, detail: str = "", **members: Any) -> LogProblem:
     return LogProblem(code=code, **{**texts, "severity": meaning.severity, **members})
 
 
+def find_case(meaning: Meaning, text: str) -> dict[str, str]:
+    """Return the texts of the code's first case that `text` shows, with the groups of its expression filled in."""
+    matches = ((case, re.search(case["seen"], text)) for case in meaning.cases)
+    case, match = next(((case, match) for case, match in matches if match), ({}, None))
+    return {name: match.expand(words) for name, words in case.items() if match and name != "seen"}
+
+
 def list_codes(mark: str) -> tuple[str, ...]:
     """Return the codes that have this mark in codes.toml."""
     return tuple(code for code, meaning in CODES.items() if getattr(meaning, mark))

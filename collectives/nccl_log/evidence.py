@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from collectives.nccl_log import problems as evidence_problems
-from collectives.nccl_log.codes import CODES, LOGGING, PATHS, list_codes, make_problem
+from collectives.nccl_log.codes import LOGGING, PATHS, list_codes, make_problem
 from collectives.nccl_log.ledger import Ledger, Runs
 from collectives.nccl_log.messages import FABRIC
 from collectives.nccl_log.reader import BLOCK_BYTES, LogFileError, Reader, Unpacked, holds_text
@@ -92,7 +92,7 @@ def _find_inter(ledger: Ledger) -> str | None:
 
 def mixed(names: list[str]) -> str:
     """Return the transports in words."""
-    return names[0] if len(names) == 1 else "mixed " + " + ".join(names)
+    return names[0] if len(names) == 1 else "mixed " + " + ".join(name.removeprefix("mixed ") for name in names)
 
 
 def _nvlink_joins_nodes(ledger: Ledger) -> bool:
@@ -298,10 +298,11 @@ def proven(evidence: Evidence) -> bool:
 PASS, FAILED, WARNED, NO_EVIDENCE = 0, 3, 4, 5
 
 
-def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
+def read_files(paths: Iterable[str | Path | BinaryIO], *, require_gdrdma: bool = True) -> Evidence:
     """Return one verdict on several files or folders, such as the logs of a run's processes; "-" is stdin.
 
-    Files compressed with gzip, bzip2 or xz are supported. Raises ``LogFileError`` if decompression fails.
+    Files compressed with gzip, bzip2 or xz are supported. Raises ``LogFileError`` if decompression fails. A lack of
+    GPUDirect RDMA is only information unless it is required.
     """
     runs = Runs()
     files = list(list_files(paths))
@@ -318,7 +319,9 @@ def read_files(paths: Iterable[str | Path | BinaryIO]) -> Evidence:
             raise LogFileError(f"{file if isinstance(file, str | Path) else 'the file'}: {error}") from None
         runs.join(file_runs)
     evidence: Evidence = without_secrets(judge_runs(runs))
-    return evidence
+    mild = () if require_gdrdma else list_codes("gdr")
+    rows = (replace(row, severity="info") if row.code in mild else row for row in evidence.problems)
+    return replace(evidence, problems=by_severity(rows))
 
 
 def list_files(paths: Iterable[str | Path | BinaryIO]) -> Iterator[str | Path | BinaryIO]:
@@ -359,16 +362,14 @@ def environment(debug_dir: str | Path) -> dict[str, str]:
     return {**LOGGING, "NCCL_DEBUG_FILE": str(Path(debug_dir) / "nccl.%h.%p.log")}
 
 
-def exit_code(evidence: Evidence, *, fail_on: Literal["fail", "warn"] = "fail", require_gdrdma: bool = True) -> int:
+def exit_code(evidence: Evidence, *, fail_on: Literal["fail", "warn"] = "fail") -> int:
     """Return the exit code of a gate.
 
     0: the transport is proven (GPUDirect RDMA on every network channel, or a single node or NVLink domain with channel
     lines) and no problem fails it. 3: a problem of severity "fail", which includes GPUDirect RDMA off or partial
-    between nodes unless ``require_gdrdma`` is false. 4: with ``fail_on="warn"``, a problem of severity "warn". 5: no
-    evidence.
+    between nodes (see ``read_files``). 4: with ``fail_on="warn"``, a problem of severity "warn". 5: no evidence.
     """
-    rows = [row for row in evidence.problems if require_gdrdma or row.severity != "fail" or not CODES[row.code].gdr]
-    severities = {row.severity for row in rows}
+    severities = {row.severity for row in evidence.problems}
     if "fail" in severities:
         return FAILED
     if not proven(evidence):

@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, list_codes, make_problem
+from collectives.nccl_log.codes import CODES, PROVIDERS, WORDS_OF, Meaning, find_case, list_codes, make_problem
 from collectives.nccl_log.ledger import Ledger, Writer
 from collectives.nccl_log.messages import Facts, gpus_are, gpus_before_ampere
 from collectives.nccl_log.transport import ChannelCount, Evidence, LogProblem, ProofLine, by_severity, rank_words
 from hardware.units import some
 
-_FAILED = {"job_failed", "call_failed", "remote_failed"}  # a process said so itself, or its launcher did
+_FAILED = {"job_failed", "call_failed", "remote_failed", "python_traceback"}  # a process or its launcher said so
 _BEFORE_2_19 = re.compile(r"2\.(1[0-8]|\d)\b")
 _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # launchers also print it after `scancel`
 _KILLED = re.compile(r"died or was killed|(?<!killed by )SIGKILL|: -9\b")  # a timeout that follows is a consequence
@@ -135,15 +135,15 @@ class _Findings:
         self, code: str, detail: str = "", lines: tuple[ProofLine, ...] = (), count: int = 0, severity: str = "",
         hosts: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """Add a problem once: of `hosts`, or of the hosts that wrote its messages or the lines that prove it."""
+        """Add a problem once: of `hosts` and all their ranks, of its writers, or of the hosts that wrote its proof."""
         if code in self.problems:
             return
         meaning = CODES[code]
         proof = lines or tuple(self.ledger.code_lines.get(code, ()))
         proof = proof or (*self.prove_variables(*meaning.variables), *self.proof(*meaning.proof))
         writers = self.ledger.writers_of(code) if len(hosts) != 1 else ()  # both ends of a connection: who reports it
-        hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
         ranks = self.ledger.ranks_of(writers) if writers else self.ledger.ranks_on(hosts)
+        hosts = set(hosts or self._named(self.ledger.hosts_of(writers)) or self._named(row.host for row in proof))
         self.problems[code] = make_problem(
             code, detail, lines=self._select_lines(proof, hosts), count=count or self.ledger.codes[code] or 1,
             hosts=tuple(sorted(hosts)), ranks=ranks, severity=severity or meaning.severity,
@@ -156,8 +156,7 @@ class _Findings:
         rows = [row.text for row in proof] + [f"{port}/{layer}" for (_, port), layer in facts.ports.items()]
         named = {"NCCL": facts.versions, "provider": facts.providers, "GPUDirect RDMA": (w for _, w in facts.gdr_words)}
         text = "\n".join((*rows, *facts.counts, *(f"{kind} {name}" for kind, names in named.items() for name in names)))
-        case = next((case for case in meaning.cases if (match := re.search(case["seen"], text))), {})
-        return {"action": meaning.action} | {k: match.expand(v) for k, v in case.items() if match and k != "seen"}
+        return {"action": meaning.action} | find_case(meaning, text)
 
     def add_code(self, code: str) -> None:
         """Add a code of messages, in the words of the provider that libfabric chose."""
@@ -433,7 +432,10 @@ class _Findings:
     def _find_off(self, carried: list[str]) -> None:
         is_ib = any(name.startswith(("IB", "gIB")) for name in carried) or self.inter.startswith("IB")
         if self.evidence.gdrdma_fraction is not None:  # without a channel, what refused it is reported below
-            code = "ib_without_gdrdma" if is_ib else _choose_off_code(self.inter, carried, self.facts.provider)
+            provider = self.facts.provider if any("Libfabric" in name for name in (self.inter, *carried)) else None
+            codes = (code for start, code in PROVIDERS if provider is not None and provider.startswith(start))
+            code = "socket_fallback" if "FastSocket" in carried else next(codes, "net_without_gdrdma")
+            code = "ib_without_gdrdma" if is_ib else code
             self.add(code, _describe_part(self.evidence, []), self._channel_proof(), hosts=self._list_hosts_off())
             self.problems.pop("gdr_refused_by_plugin", None)
         refused = {enabled for name, enabled in self.facts.gdr_hca if name != "Socket"} == {False}
@@ -529,15 +531,6 @@ def _describe_part(evidence: Evidence, lacking: list[str]) -> str:
     noun = "channel" if max(send.total, receive.total) == 1 else "channels"
     counts = [f"{word} {n.gdrdma} of {n.total}" for word, n in (("send", send), ("receive", receive)) if n.total]
     return f"{', '.join(counts)} {noun}" + (f"; without it: channels of {', '.join(lacking[:16])}" if lacking else "")
-
-
-def _choose_off_code(inter: str, carried: list[str], provider: str | None) -> str:
-    """Return the code whose advice fits: that of libfabric's provider if libfabric carries the channels."""
-    if "FastSocket" in carried:
-        return "socket_fallback"
-    if provider is None or not any("Libfabric" in name for name in (inter, *carried)):
-        return "net_without_gdrdma"
-    return next(code for start, code in PROVIDERS if provider.startswith(start))
 
 
 def _choose_partial_code(evidence: Evidence, facts: Facts) -> str:

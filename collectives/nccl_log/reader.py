@@ -138,8 +138,7 @@ def _clean(line: bytes) -> list[bytes]:
     for mark, pattern, plain in _ESCAPES:
         if mark in line:
             line = pattern.sub(plain, line)
-    line = line.rstrip(b"\r\n")
-    return [part for part in re.split(rb"[\r\n]+", line) if part] if b"\r" in line or b"\n" in line else [line]
+    return [part for part in re.split(rb"[\r\n]+", line.rstrip(b"\r\n")) if part] or [b""]
 
 
 class Reader:

@@ -56,8 +56,8 @@ def machine(name: str) -> Known:
     if with_gpu := [row.name for row in catalogue() if gpu and re.search(rf"\b{gpu}\b", row.gpu.lower())]:
         hint = f"; machines with this GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses only some of the GPUs)"
     raise MachineError(
-        f"machine={name!r}: not in the catalogue{hint}. --machine list prints all machines. To use a machine "
-        "of your own, record it with `topoflight capture` and give --host FILE"
+        f"machine={name!r}: not in the catalogue{hint}. `topoflight recommend --machine list` prints all machines. "
+        "To use a machine of your own, record it with `topoflight capture` and give --host FILE on the command line"
     )
 
 

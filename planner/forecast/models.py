@@ -66,7 +66,7 @@ def model_named(name: str) -> ModelSpec:
         return replace(spec, name=name.strip()) if _HUB_ID.fullmatch(name.strip()) else spec
     near = dict.fromkeys(_BY_KEY[k].name for k in difflib.get_close_matches(key, _BY_KEY, n=3, cutoff=0.5))
     hint = f"; nearest: {', '.join(near)}" if near else ""
-    raise ModelError(f"model={name!r}: not a known name{hint}; give the path of its config.json instead")
+    raise ModelError(f"model={name!r}: not a known name{hint}. The command line also reads the path of its config.json")
 
 
 def _whole(config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None, *, minimum: int = 1) -> int:

@@ -21,11 +21,13 @@ from planner.advice import Recommendation
 from planner.kubernetes.manifests import Document, JobError, check_form, from_template
 from planner.nccl_env.devices import PortChoice, choose_ports, make_exact_list
 from planner.nccl_env.rdma import hca_list
-from planner.nccl_env.situation import NodeView, PortView, Setting, networks as subnets, setting, some
+from planner.nccl_env.situation import NodeView, PortView, Reason, Setting, networks as subnets, setting, some
 from probes.api import Snapshot
 from probes.pci.facts import PciFacts
 
 RESOURCE = "rdma_shared_device_eth"  # name of the RoCE devices that the device plugin shares, after "rdma/"
+NICS = ("rdma/", "openshift.io/", "vpc.amazonaws.com/efa")  # resources of device plugins: shared, by SR-IOV, of EFA
+_OF_RDMA = ("NCCL_IB_", "NCCL_NET", "NCCL_CROSS_NIC", "NCCL_P2P_NET", "FI_", "OFI_")  # variables that only RDMA needs
 _MAX_RAILS = 254  # the networks from 192.168.2.0/24 to the end of this private block (RFC 1918)
 
 
@@ -77,6 +79,19 @@ def attach(
     others = [each for each in advice.settings if each.name not in set_here]
     notes = tuple(note for note in advice.notes if note.topic not in set_here)
     return replace(advice, needs=(*advice.needs, *needs), settings=(*pod_settings, *others), notes=notes)
+
+
+def use_tcp(advice: Recommendation, interface: str) -> Recommendation:
+    """Return the same plan over TCP on this interface, without settings that only RDMA needs."""
+    reason = Reason(rule="the job runs over TCP on this interface", evidence=f"--over {interface}", source="the user")
+    others = [s for s in advice.settings if not (s.name.startswith(_OF_RDMA) or s.name.endswith("_SOCKET_IFNAME"))]
+    backend = "NCCL" if advice.backend == "nccl" else "GLOO"
+    variables = [(f"{backend}_SOCKET_IFNAME", interface), *([("NCCL_IB_DISABLE", "1")] if backend == "NCCL" else [])]
+    if any(setting.name == "NCCL_NET" for setting in advice.settings):  # a plugin that NCCL would otherwise load
+        variables.append(("NCCL_NET", "Socket"))
+    added = (Setting(name=name, value=value, reason=reason) for name, value in variables)
+    needs = tuple(n for n in advice.needs if n.name not in ("memlock", "capability") and not n.value.startswith(NICS))
+    return replace(advice, settings=(*others, *added), needs=needs)
 
 
 def _make_settings(

@@ -46,7 +46,6 @@ from planner.nccl_env import is_read
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
 _MAX_BRANCHES = 8  # maximum number of texts of one template
-_JOINED = "\0"  # where a line of a Dockerfile continues another one
 _WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
 _HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
 _CONTINUES = r"\\[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # the end of a line of a Dockerfile, and comments after it
@@ -434,14 +433,13 @@ def read_dockerfile(text: str) -> Script:
 def _set_variables(instruction: str, text: str, line: int, stage: Settings) -> None:
     """Take the variables of ENV (both forms) or ARG; references use the values before the instruction."""
     before = [variable._replace(exported=False) for variable in stage.values()]
-    pairs = [(match.end(), word) for match in _WORD.finditer(text) if (word := match[0].lstrip(_JOINED))]
-    if instruction == "ENV" and pairs and "=" not in pairs[0][1]:
-        name, _, value = text.replace(_JOINED, "").strip().partition(" ")
-        pairs = [(0, f'{name}="' + value.strip().strip('"').replace('"', '\\"') + '"')]
-    for end, marked in pairs:
-        word, word_line = marked.replace(_JOINED, ""), line + text.count(_JOINED, 0, max(0, end - len(marked)))
-        assigned = read_assignment(word, before, word_line) if "=" in word else [Assigned(word, OPEN)]
-        for one in assigned:
+    first, _, rest = text.replace("\\\n", "").strip().partition(" ")
+    if instruction == "ENV" and "=" not in first:
+        text = f'{first}="' + rest.strip().strip('"').replace('"', '\\"') + '"'
+    for match in _WORD.finditer(text):
+        word, word_line = match[0], line + text.count("\n", 0, match.start())
+        alone = [Assigned(word, OPEN)] if NAME.match(word) else []  # `ARG NAME`
+        for one in read_assignment(word, before, word_line) if "=" in word else alone:
             if instruction == "ENV" or one.name not in stage or ("=" in word and not stage[one.name].exported):
                 stage[one.name] = one._replace(exported=instruction == "ENV")
 
@@ -456,8 +454,8 @@ def _split_instructions(text: str, script: Script) -> Iterator[tuple[int, str, s
             if match[2] and match[2].strip():
                 script.unread.append(Unread(line=first, why="not a Dockerfile instruction"))
             continue
-        tail = re.sub(_CONTINUES, lambda each: _JOINED * each[0].count("\n"), match[2]).strip()
-        tail, document = tail if name == "ENV" else tail.replace(_JOINED, ""), ""  # variables of ENV have lines
+        tail = re.sub(_CONTINUES, lambda each: "\\\n" * each[0].count("\n"), match[2]).strip()
+        tail, document = tail if name == "ENV" else tail.replace("\\\n", ""), ""  # variables of ENV have lines
         for word in _WORD.findall(tail) if name in ("RUN", "COPY", "ADD") and "<<" in tail else ():
             if (here := _HEREDOC.match(word)) is None:
                 continue

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hardware.gpus import find_gpu
 from hardware.machines import catalogue, machines
+from hardware.units import some
 from planner.advice import Recommendation
 from planner.nccl_env import devices, rdma
 from planner.nccl_env.devices import choose_ports, is_virtual_function
@@ -192,9 +193,13 @@ def topo_file(case: Situation) -> Setting | Note | None:
         files = pci.topology_files if pci else ()
         if path := _find_azure_file(node, files):
             return setting("topo_file.azure", path, f"{evidence}; {path} is there")
-        if nvidia := [path for path in files if path.startswith("/var/run/nvidia-topologyd/")]:
-            return note("topo_file.topologyd", f"{evidence}; {nvidia[0]}")
-        return note("topo_file.absent", evidence)
+        if pci and pci.topology_file:
+            return note("topo_file.topologyd", f"{evidence}; {pci.topology_file}")
+        models = {model.name.lower() for name in node.gpu_names() if (model := find_gpu(name))}
+        fitting = [path for path in files if any(model in path.rpartition("/")[2] for model in models)]
+        if len(fitting) == 1:
+            return setting("topo_file.provider", fitting[0], f"{evidence}; {fitting[0]} is there")
+        return note("topo_file.choose" if fitting else "topo_file.absent", evidence, files=some(fitting))
     return None
 
 

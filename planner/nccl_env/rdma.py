@@ -40,6 +40,7 @@ from planner.nccl_env.situation import (
     setting,
 )
 from probes.hostinfo.probe import HostinfoFacts
+from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from topology.derive import find_reference
 
@@ -106,9 +107,10 @@ def _list_other_pods(node: NodeView, choice: PortChoice) -> tuple[PortView, ...]
 
 
 def hca_value(node: NodeView, choice: PortChoice) -> str | None:
-    """Return NCCL_IB_HCA for one node; None if it would have to name virtual functions, whose names are not stable.
+    """Return NCCL_IB_HCA for one node; None if it would have to name a pod's virtual functions, which are not stable.
 
-    For virtual functions it is a prefix, or a list of excluded physical functions: both are valid in every pod.
+    For those it is a prefix, or a list of excluded physical functions: both are valid in every pod. The virtual
+    functions of a virtual machine have the same names in every machine of its type.
     """
     if not any(is_virtual_function(view) for view in choice.chosen):
         return hca_list(node, choice)
@@ -119,7 +121,9 @@ def hca_value(node: NodeView, choice: PortChoice) -> str | None:
         return stem
     excluded = [view for view in node.verbs_ports() if view.name in choice.dropped]
     if any(is_virtual_function(view) or view.device.name in chosen_devices for view in excluded):
-        return None
+        pci = node.facts(PciFacts)
+        is_guest = pci is not None and pci.hypervisor is not None and pci.container is None
+        return hca_list(node, choice) if is_guest else None
     return "^=" + ",".join(dict.fromkeys(view.device.name for view in excluded))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from collectives.nccl_log.codes import CODES as LOG_CODES, find_case, find_codes
 from collectives.traces.rank_files import Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from contracts.run_record import FailedRank
@@ -34,11 +35,10 @@ IDLE_SHARE = 0.05  # of a CPU: below it the main thread does not compute
 START_CALLS = 8  # of a job that is still starting, besides one for each group
 MAX_RANKS = 1 << 17  # maximum number in a job
 _WORDS = read_table(__file__, "why.toml")
-LOST_PEER, TIMED_OUT, IN_CALL = (
-    re.compile("|".join(_WORDS["text"][name]), flags)
-    for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0))
+LOST_PEER, TIMED_OUT, IN_CALL, _OF_GPU, PASSES_ON = (
+    re.compile("|".join(_WORDS["text"][name]), re.IGNORECASE if name in ("lost_peer", "timed_out") else 0)
+    for name in ("lost_peer", "timed_out", "in_call", "of_gpu", "passes_on")
 )
-_OWN_ERRORS = {name: re.compile(text) for name, text in _WORDS["own_error"].items()}
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 # gloo/transport/tcp/pair.cc
 _CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!: Connection timed out|: No route)")
@@ -46,7 +46,7 @@ _CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!:
 LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt", "join")
 ENDED = ("gone", "stopped")  # states for which waiting is useless
 _ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
-DOING, ACTIONS, CODES, _OF_PROGRAM = (_WORDS[part] for part in ("doing", "action", "code", "of_program"))
+DOING, ANSWERS, ACTIONS, CODES, _OF_PROGRAM = (_WORDS[n] for n in ("doing", "answer", "action", "code", "of_program"))
 BUSY_KINDS = frozenset(DOING) - {"collective"}
 
 
@@ -382,16 +382,16 @@ class RunFacts:
         ended = [row.at, f"exit code {row.exit_code}", row.signal, f"pid {row.pid}" * bool(row.pid)] if row else []
         rows = (*evidence, f"torchrun: {', '.join(filter(None, ended))}" if row else "",
                 *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
-                *(f"its {name}: {' < '.join(frames[:4])}" for name, frames in (("own code", own), ("stack", stack))
-                  if frames))  # fmt: skip
+                *(f"its {name}: {' < '.join([one for one in frames if not PASSES_ON.search(one)][:4])}"
+                  for name, frames in (("own code", own), ("stack", stack)) if frames))  # fmt: skip
         kind = activity.kind
         if kind == "gone" and error:
-            kind = next((name for name, pattern in _OWN_ERRORS.items() if pattern.search(error)), "raised")
+            kind = "cuda" if _OF_GPU.search(error) else "raised"
         elif row and 0 < (row.exit_code or 0) < 128:  # no signal ended it, nor its child if it is a shell
             kind = "exited"
         elif kind == "gone" and state and state.ended:
             kind = "left"
-        action = ACTIONS.get(kind, ACTIONS["unknown"])
+        action = find_remedy(error) if error else ACTIONS.get(kind, ACTIONS["unknown"])
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
         message = f"rank {rank}{f' on {host}' if host else ''} {activity.words}"
@@ -429,6 +429,14 @@ def headline(error: str) -> str:
     """The first line of an exception's message, and its last one."""
     lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
+
+
+def find_remedy(error: str) -> str:
+    """What to do about an exception, by the codes of logs; what its traceback shows if they say no more."""
+    codes = find_codes(error.encode(), foreign=True) or ("python_traceback",)
+    code = min(codes, key=lambda code: LOG_CODES[code].vague)
+    general = ACTIONS["raised"] if code in ("python_traceback", "job_failed") else LOG_CODES[code].action
+    return find_case(LOG_CODES[code], error).get("action", general)
 
 
 def is_own(error: str) -> bool:

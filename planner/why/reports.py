@@ -12,12 +12,14 @@ from time import gmtime, strftime
 from collectives.traces import watchdog
 from planner.why.blocked import mismatch, signature
 from planner.why.facts import (
+    ANSWERS,
     ENDED,
     IDLE_SECONDS,
     IN_CALL,
     LONG_PHASES,
     MAX_RANKS,
     ORDER_SECONDS,
+    PASSES_ON,
     SILENT_RUN_SECONDS,
     STALL_SECONDS,
     TIMED_OUT,
@@ -25,14 +27,12 @@ from planner.why.facts import (
     RunFacts,
     Verdict,
     are_alike,
+    find_remedy,
     headline,
     is_own,
     make_open_verdict,
     ranks_of,
 )
-
-_ANSWERS = {"": "and has no connection", "connected": "and is connected", "closed": "and was connected",
-            "unresolved": "whose name is not known"}  # fmt: skip
 
 # gloo connects each rank to every other one after the ranks have met
 _MESH = re.compile(r"connectFullMesh failed.*remote=\[([^\]]+)\]:(\d+)")
@@ -47,8 +47,7 @@ def judge_clash(facts: RunFacts) -> Verdict | None:
         return None
     # the same call with different numbers: a rank has made one more call than the others
     each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
-    who = ranks_of(sorted(rows))
-    return facts.named("clash_numbers", who=who, each="; ".join(each[:4]), evidence=each[:8])
+    return facts.named("clash_numbers", who=ranks_of(sorted(rows)), each="; ".join(each[:4]), evidence=each[:8])
 
 
 def judge_models(facts: RunFacts) -> Verdict | None:
@@ -112,7 +111,7 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
     unresolved = [state for state in lost if state.answer == "unresolved"]
     place = (unresolved or lost or [*here.values()])[0].asked
     rows = tuple(f"{kind} {rank}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
-                 f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {_ANSWERS.get(state.answer, state.answer)}"
+                 f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {ANSWERS.get(state.answer, state.answer)}"
                  for rank, state in here.items())  # fmt: skip
     key = ("unresolved" if unresolved else "places" if len({state.asked for state in here.values()}) > 1
            else "unreached" if lost else "absent" if len(here) < world else "late" if behind else "unmet")  # fmt: skip
@@ -143,9 +142,8 @@ def judge_rendezvous(facts: RunFacts) -> Verdict | None:
         return facts.named("too_few", joined=joined, world=world, evidence=evidence)
     if "unreached" in met:
         host, port = met["unreached"]
-        if host in ("0.0.0.0", "::", "localhost") or host.startswith("127."):  # noqa: S104 - compared, not bound
-            return facts.named("nowhere", place=f"{host}:{port}", evidence=evidence)
-        return facts.named("unreached", place=f"{host}:{port}", evidence=evidence)
+        is_here = host in ("0.0.0.0", "::", "localhost") or host.startswith("127.")  # noqa: S104 - compared, not bound
+        return facts.named("nowhere" if is_here else "unreached", place=f"{host}:{port}", evidence=evidence)
     return None
 
 
@@ -194,7 +192,8 @@ def _judge_several(raised: Mapping[int, str], facts: RunFacts, *wait: str, waiti
     each = [f"rank {rank} ended with {headline(error)}" for rank, error in sorted(raised.items())]
     key = "several_alike" if are_alike(list(raised.values())) else "several"
     return facts.named(key, waiting=waiting, who=ranks_of(sorted(raised)), each="; ".join(each[:4]),
-                       error=headline(raised[min(raised)]), evidence=(*wait, *each[:4]))  # fmt: skip
+                       error=headline(raised[min(raised)]), evidence=(*wait, *each[:4]),
+                       todo=find_remedy(raised[min(raised)]))  # fmt: skip
 
 
 def judge_other_lines(facts: RunFacts) -> Verdict | None:
@@ -286,7 +285,7 @@ def judge_states(facts: RunFacts) -> Verdict | None:
         rows = [f"rank {rank} {activity.words}" for rank, activity in what.items() if activity.kind == "stopped"]
         return make_open_verdict(rows, STALL_SECONDS) if rows else None
     lost = sorted(facts.lost_a_peer - set(bad))
-    wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[-120:]}" if lost else ""
+    wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[:160]}" if lost else ""
     causes = [facts.cause_of(rank, what[rank], wait) for rank in sorted(bad)]
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
     return facts.verdict(state, *causes, waiting=tuple(sorted(set(facts.states) - set(bad))))
@@ -320,7 +319,7 @@ def judge_stacks(facts: RunFacts) -> Verdict | None:
     rows: dict[str, list[str]] = {}
     for name, stack in facts.stacks.items():
         call = next((frame.rpartition(" ")[2] for frame in stack if IN_CALL.search(frame)), "")
-        place = f"a collective ({call})" if call else " < ".join(stack[:8])  # libraries before the user's code
+        place = f"a collective ({call})" if call else " < ".join([f for f in stack if not PASSES_ON.search(f)][:8])
         place = "the backward pass, which computes or waits for the others' gradients" if "backward" in call else place
         rows.setdefault(place, []).append(f"rank {name}" if isinstance(name, int) else name)
     listed = [f"{', '.join(who[:16])}{' ...' * (len(who) > 16)} {'is' if len(who) == 1 else 'are'} in {place}"

@@ -170,6 +170,7 @@ class GpuFacts:
     pci_gpus: int | None = None  # NVIDIA display functions on the PCI bus (sysfs), independent of NVML
     bus: GpuBus | None = None  # None if sysfs is not available
     xids_off_bus: tuple[tuple[str, tuple[int, ...]], ...] = ()  # (bus id, Xids) without a device on the bus
+    switch_errors: tuple[tuple[str, str], ...] = ()  # (bus id of an NVSwitch, fatal SXid in the kernel log)
 
 
 # Without persistence mode, the first NVML call initialises every GPU: about 1 s each, at most 16 GPUs. In the remaining

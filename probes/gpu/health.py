@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 from contracts.finding import Finding, Status, by_loss
@@ -182,7 +183,7 @@ def count_held_bytes(gpu: Gpu) -> int | None:
 def _check_held_memory(gpu: Gpu) -> Iterator[Finding]:
     """Report memory in use. If the GPU is busy, a job is running: INFO. Memory held on an idle GPU blocks the next job.
 
-    In the gate before a job, full memory fails even on a busy GPU: `agent.checks.view.fail_full_gpus`.
+    In the gate before a job, full memory fails even on a busy GPU: `fail_full_gpus`.
     """
     in_use, size = count_held_bytes(gpu), gpu.memory_bytes or 0
     if in_use is None or in_use < HELD_RATIO * size:
@@ -206,6 +207,18 @@ FREE_MEMORY = "End the processes that hold it (fuser -v /dev/nvidia*), or wait u
 def is_full(gpu: Gpu) -> bool:
     """Whether so much memory is in use that no job sized for this board fits."""
     return bool(gpu.memory_bytes) and (gpu.memory_used_bytes or 0) >= FULL_RATIO * (gpu.memory_bytes or 0)
+
+
+def fail_full_gpus(checks: Iterable[Finding], snapshots: Iterable[api.Snapshot]) -> tuple[Finding, ...]:
+    """Fail GPUs whose memory is full: a job that starts now cannot use memory that another process holds."""
+    facts = [(snapshot.hostname, gpus) for snapshot in snapshots if (gpus := snapshot.facts(GpuFacts)) is not None]
+    full = {(node, name_subject(gpu)) for node, gpu_facts in facts for gpu in gpu_facts.gpus if is_full(gpu)}
+    return tuple(
+        replace(check, status=Status.FAIL, remedy=FREE_MEMORY)
+        if check.code == "gpu.memory.in_use" and (check.node, check.subject) in full
+        else check
+        for check in checks
+    )
 
 
 # Heat, clocks and power ---------------------------------------------------------------------------------------------

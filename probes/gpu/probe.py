@@ -31,6 +31,7 @@ def check(facts: GpuFacts) -> Iterator[Finding]:
     granted = facts.granted[1] if facts.granted else None
     yield from check_bus(facts.bus, {gpu.bus_id for gpu in facts.gpus if gpu.bus_id}, len(facts.gpus), granted)
     yield from _report_fallen(facts)
+    yield from (finding("gpu.xid.hardware switch", place, what=what) for place, what in facts.switch_errors)
     answering = [gpu for gpu in facts.gpus if gpu.error is None]
     for gpu in facts.gpus:
         if gpu.error is not None:

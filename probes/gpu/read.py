@@ -207,6 +207,7 @@ def read(host: Host) -> GpuFacts:
         pci_gpus=on_bus,
         bus=bus,
         xids_off_bus=_find_off_bus(host, xids or {}),
+        switch_errors=_read_switch_errors(host),
         visible=host.environment().get("CUDA_VISIBLE_DEVICES"),
         granted=_read_slurm_gpus(host.environment()),
         confidential=confidential,
@@ -278,6 +279,12 @@ def _read_xids(host: Host) -> dict[str, list[int]] | None:
         if (parsed := parse_xid_line(line)) is not None:
             xids.setdefault(parsed[0], []).append(parsed[1])
     return xids
+
+
+def _read_switch_errors(host: Host) -> tuple[tuple[str, str], ...]:
+    """Return (bus id, number and text) of fatal errors of NVSwitches, each once. Source: fabric manager user guide."""
+    found = map(_SWITCH_LINE.search, sysfs.attempt(host.kernel_log, "SXid") or ())
+    return tuple(dict.fromkeys((match[1], f"{match[2]}: {match[3]}") for match in found if match))[:MAX_GPUS]
 
 
 def _read_xid_events(host: Host, count: int) -> tuple[dict[int, tuple[int, ...]] | None, tuple[str, ...]]:
@@ -675,6 +682,7 @@ def to_bool(value: Any) -> bool | None:
 # "NVRM: Xid (PCI:0000:1b:00): 79, ..."; older drivers: "NVRM: Xid (0000:03:00): 14, ..."; MIG slice: "(PCI:0000:3b:00
 # GPU-I:05)".
 _LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9a-f:]{7,16})[^)]{0,40}\): (\d{1,4})\b", re.ASCII | re.IGNORECASE)
+_SWITCH_LINE = re.compile(r"SXid \(PCI:([0-9a-fA-F:.]{7,20})\): (\d{1,6}), Fatal, ([\x20-\x7e]{1,80})")
 _RECOVERED = re.compile(r"changed from .* to (?:0x0\b|.*\(None\))", re.IGNORECASE)
 
 

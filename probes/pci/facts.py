@@ -50,6 +50,7 @@ class PciFacts:
     hypervisor: str | None = None  # None: bare metal or unknown; ACS and IOMMU matter only on bare metal
     container: str | None = None  # "kubernetes", ...; in a pod, a NIC's RDMA device may be in another namespace
     topology_files: tuple[str, ...] = ()  # NCCL topology XML files installed by the cloud provider
+    topology_file: str | None = None  # the file that NCCL reads without a further setting
 
 
 SOURCE = Source(name="pci", facts=PciFacts)

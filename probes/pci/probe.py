@@ -14,6 +14,7 @@ from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from hardware.gpus import NVIDIA
 from hardware.nics import MELLANOX, is_efa, is_virtual
+from hardware.units import some
 from probes.api import Sample, finding, probe_of, sample_facts
 from probes.pci.facts import (
     AMD,
@@ -35,7 +36,6 @@ from probes.pci.facts import (
 MAX_EVIDENCE = 16
 INFINIBAND_CLASS = 0x0207
 _DISPLAY, _ACCELERATOR = 0x0380, 0x1200  # display controller without VGA; processing accelerator
-DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # default of NCCL_TOPO_FILE
 
 TEXTS = read_table(__file__, "findings.toml")
 
@@ -240,12 +240,12 @@ def _check_virtual_tree(facts: PciFacts) -> Iterator[Finding]:
     if facts.virtual_tree is None or not list_gpus(facts):
         return
     files = facts.topology_files
-    is_automatic = DEFAULT_TOPOLOGY in files or any("/aws-ofi-nccl/" in path for path in files)
     evidence = tuple(f"{d.bus_id} below {d.parent or d.root}" for d in list_gpus(facts)[:MAX_EVIDENCE]) + files
     # with one GPU and no RDMA NIC there is only one path
     alone = len(list_gpus(facts)) == 1 and not _list_rdma_nics(facts)
-    key = "pci.tree.virtual" + (" automatic" if is_automatic else " alone" if alone else " files" * bool(files))
-    yield finding(TEXTS, key, None, "", evidence, why=facts.virtual_tree, files=", ".join(files))
+    used = facts.topology_file
+    key = "pci.tree.virtual" + (" used" if used else " alone" if alone else " files" * bool(files))
+    yield finding(TEXTS, key, None, "", evidence, why=facts.virtual_tree, files=some(files, limit=4), used=used)
 
 
 def samples(facts: PciFacts) -> Iterator[Sample]:

@@ -22,7 +22,7 @@ from probes.api import UnavailableError
 from probes.gpu.facts import PROC, BusGpu, GpuBus
 from probes.host import sysfs
 from probes.host.protocol import Host
-from probes.hostinfo.read import detect_container, read_virtual_machine
+from probes.hostinfo.read import detect_container, read_nccl_conf, read_virtual_machine
 from probes.pci.facts import DEVICES, PciDevice, PciFacts, ancestors, is_bridge, is_gpu, is_network, is_passed_through
 
 NAMES = read_table(__file__, "names.toml")
@@ -30,6 +30,7 @@ GROUPS = "/sys/kernel/iommu_groups"
 MAX_DEVICES = 4096
 NVSWITCH = 0x0680
 DMABUF_KERNEL = (5, 12)  # NCCL user guide, Troubleshooting: DMA-BUF needs Linux 5.12 and the open kernel modules
+DEFAULT_TOPOLOGY = "/var/run/nvidia-topologyd/virtualTopology.xml"  # default of NCCL_TOPO_FILE
 _ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 
@@ -48,6 +49,12 @@ def read(host: Host) -> PciFacts:
     version = sysfs.text(host, "/proc/driver/nvidia/version")
     opened = None if version is None else "Open Kernel Module" in version
     hypervisor = read_virtual_machine(host)
+    topology_files = tuple(
+        f"{folder}/{name}"
+        for folder in NAMES["topology_folders"]
+        for name in sysfs.names(host, folder)
+        if name.endswith(".xml")
+    )
     return PciFacts(
         devices=devices,
         iommu_mode=_read_iommu_mode(host, devices),
@@ -57,13 +64,18 @@ def read(host: Host) -> PciFacts:
         virtual_tree=explain_virtual_tree(devices, hypervisor),
         hypervisor=hypervisor,
         container=detect_container(host),
-        topology_files=tuple(
-            f"{folder}/{name}"
-            for folder in NAMES["topology_folders"]
-            for name in sysfs.names(host, folder)
-            if name.endswith(".xml")
-        ),
+        topology_files=topology_files,
+        topology_file=_find_topology_file(host, topology_files),
     )
+
+
+def _find_topology_file(host: Host, files: tuple[str, ...]) -> str | None:
+    """Return the topology file that NCCL reads here: the one that is named, NCCL's default, or the EFA plugin's."""
+    settings = read_nccl_conf(host, str(host.identity().get("home") or ""))[0] or {}
+    named = host.environment().get("NCCL_TOPO_FILE") or settings.get("NCCL_TOPO_FILE")
+    if named:
+        return named if "\0" not in named and host.exists(named) else None
+    return next((path for path in files if path == DEFAULT_TOPOLOGY or "/aws-ofi-nccl/" in path), None)
 
 
 def read_device(host: Host, address: str) -> PciDevice | None:

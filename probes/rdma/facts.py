@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
+from hardware.nics import fastest
 from probes.api import Source
 
 
@@ -64,6 +65,12 @@ class RdmaDevice:
     driver: str | None = None  # "mlx5_core", "efa", "bnxt_en"
     ports: tuple[RdmaPort, ...] = ()
     role: str | None = None  # RAIL or OTHER, if the topology shows it; set by `agent.checks.host_checks`
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Return the rate of all ACTIVE ports; without one, the rate of the model, or 0 if that is unknown."""
+        rates = [port.rate_bytes_per_second or 0.0 for port in self.ports if port.state == "ACTIVE"]
+        return sum(rates) if rates else fastest(self.model) or 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from rigs.recorded import H100, path_of, snapshot
 from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import advise, advise_cluster
-from agent.advice.job_settings import with_rows
+from agent.advice.job_plan import with_rows
 from agent.advice.request import Request, read_prices
-from agent.base import question
+from agent.base import options as base_options
 from agent.base.options import InputError, RequestError
 from agent.cli.recommend import recommend
 from planner.advice import Recommendation
@@ -46,7 +46,7 @@ def test_lora_in_fp8_is_forecast_as_nemo_runs_it() -> None:
     assert step(precision="fp8", **lora) < step(precision="fp8", engine="megatron", method="full")
     words = ("recommend", "--machine", "p5.48xlarge", "--model", "Llama-3.1-8B", "--precision", "fp8")
     refused = topoflight(*words)
-    assert refused.exit_code == 3 and "engine megatron fits" in refused.stdout
+    assert refused.exit_code == 3 and "With --engine megatron a layout fits" in refused.stdout
     exported = topoflight(*words, "--engine", "megatron", "-o", "megatron")
     assert exported.exit_code == 2 and "lora: it has no adapters (Megatron-Bridge has)" in exported.stderr
     other = topoflight(*words[:-2], "-o", "megatron")  # the layout of another engine: what makes one that is exported
@@ -154,18 +154,18 @@ def test_a_sweep_over_machines_as_a_table_and_as_json(tmp_path: Path) -> None:
 def test_the_question_is_declared_once() -> None:
     """Each row of question.toml is a member of the question, an option of the verb and a field of HTTP's model."""
     members = {one.name for kind in (Request, TrainSpec) for one in fields(kind)} | {"lengths"}
-    unused = question.FIELDS.keys() - members
+    unused = base_options.FIELDS.keys() - members
     assert not unused, f"{unused}: add a member to Request (agent/advice/request.py) or to TrainSpec"
     options = recommend.make_context("recommend", []).params | {"transport": None}  # by --rdma and --tcp
-    missing = question.FIELDS.keys() - options.keys()
+    missing = base_options.FIELDS.keys() - options.keys()
     assert not missing, f"{missing}: add a table to agent/base/verbs/recommend.toml"
-    asked = question.model()()
-    differ = {name for name in question.FIELDS if getattr(asked, name) != options[name]}
+    asked = base_options.question_model()()
+    differ = {name for name in base_options.FIELDS if getattr(asked, name) != options[name]}
     assert not differ, "the defaults of HTTP are those of the command line"
     assert Request.of(**dict(asked)) == Request()
     for wrong in ({"modle": "x"}, {"nodes": 0}, {"method": "magic"}, {"hours": 0}, {"model": "x" * 201}):
         with pytest.raises(ValidationError):
-            question.model()(**wrong)
+            base_options.question_model()(**wrong)
 
 
 @pytest.fixture(scope="module")
@@ -294,8 +294,7 @@ def test_what_is_offered_fits(words: str) -> None:
     offers = document["helps_most"]
     assert offers
     for offer in offers:
-        changes = [change.rpartition(" ") for change in offer.partition(" fits (")[0].split(", ")]
-        more = " ".join(f"--{name.replace(' ', '-')} {value}" for name, _, value in changes)
+        more = offer.partition(" a layout fits (")[0].removeprefix("With ")
         code, other = run(f"{words} {more}")
         assert code == 0 and other["chosen"] is not None, offer
 
@@ -304,7 +303,7 @@ def test_a_model_that_the_job_does_not_train_is_offered_an_engine_that_does() ->
     """No shorter sequence and no other method would help."""
     advice = advise(Request.of(machine="dgx-h100", model="gpt-oss-20b"), ())
     assert advice.chosen is None
-    assert [line.split(" fits")[0] for line in advice.helps_most] == ["engine trl"]
+    assert [line.split(" a layout")[0] for line in advice.helps_most] == ["With --engine trl"]
 
 
 def test_what_is_set_can_be_pasted_and_a_long_step_is_written_out() -> None:

@@ -21,10 +21,10 @@ from rigs.recorded import path_of
 from rigs.tables import ROOT, each_row
 from test_tutorials import PAGES as TUTORIALS
 
-from agent.checks.codes import ALL_CODES
 from agent.checks.expect import parse
 from agent.checks.findings import PAGES as REFERENCES, read_entries
 from agent.checks.history import AT_ONCE
+from agent.checks.host_checks import ALL_CODES
 from agent.cli.main import VERBS, cli, explain
 from collectives.nccl_log.codes import CODES as LOG_CODES
 from planner.lint.findings import CODES as ENV_CODES, TEXTS

@@ -22,9 +22,9 @@ from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, stat
 from rigs.tables import ROOT, each_row, rows_of
 
 from agent.checks.baseline import compare_with_baseline
-from agent.checks.codes import EXPECT_CODES
 from agent.checks.expect import KEYS, parse, read_expectations, read_file
 from agent.checks.findings import sort_worst_first
+from agent.checks.host_checks import EXPECT_CODES
 from agent.checks.verdict import GateError, judge, select
 from agent.checks.view import build_view
 from agent.cluster.client import Client, _make_error
@@ -209,12 +209,13 @@ def test_a_server_that_is_busy_twice_is_asked_again_and_an_empty_variable_is_ref
 
 
 @each_row(("state", "codes", "wanted"), rows("node_objects"))
-def test_a_selector_reports_what_kubernetes_says_of_a_node(api: ApiServer, state: dict, codes: list, wanted: str):
+def test_the_gate_reports_what_kubernetes_says_of_a_node(api: ApiServer, state: dict, codes: list, wanted: str):
     """A node without a Ready condition has just joined: nothing is claimed."""
     api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": "good", "labels": {"a": "b"}}, **state})
-    done = preflight("--selector", "a=b", "-o", "json")
-    bad = {c["code"]: c["status"] for c in json.loads(done.stdout)["checks"] if c["status"] in ("warn", "fail")}
-    assert [bad, done.exit_code] == codes and wanted in done.stdout, done.output
+    for words in (("--selector", "a=b"), ("--nodes", "good")):
+        done = preflight(*words, "-o", "json")
+        bad = {c["code"]: c["status"] for c in json.loads(done.stdout)["checks"] if c["status"] in ("warn", "fail")}
+        assert [bad, done.exit_code] == codes and wanted in done.stdout, done.output
 
 
 def test_a_list_that_expires_is_read_once_more(api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +359,7 @@ def test_a_file_says_the_same_as_the_words(tmp_path: Path) -> None:
 def test_an_agent_judges_it_at_every_scan_and_reads_the_file_anew(tmp_path: Path) -> None:
     """What the DaemonSet's ConfigMap says: absent, there, changed, broken, fixed and withdrawn."""
     path = tmp_path / "expect.yaml"
-    options = {"expect": (), "expect_file": path}
-    state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _read_expected(options))
+    state = State(lambda: (snapshot(),), interval_seconds=3600, expected=lambda: _read_expected((), path))
     client = TestClient(create(state))
     for text, word, code in ROWS["scans"]:
         path.unlink(missing_ok=True) if text is None else path.write_text(text)

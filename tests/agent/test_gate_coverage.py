@@ -18,8 +18,8 @@ from rigs.recorded import H100, NAMES, changed, each, facts, of_code, snapshot, 
 from rigs.tables import ROOT, each_row, rows_of
 from scanned import scan
 
-from agent.checks.codes import ALL_CODES, PROBE_CODES
 from agent.checks.findings import read_entries
+from agent.checks.host_checks import ALL_CODES, PROBE_CODES
 from agent.checks.verdict import judge
 from agent.checks.view import View, build_view, with_environment
 from agent.cluster.gate import check_nodes

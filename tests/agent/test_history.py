@@ -19,9 +19,9 @@ from rigs.recorded import NAMES, changed, each, facts, raised, snapshot, with_ou
 from rigs.tables import each_row, rows_of
 
 from agent.checks import history
-from agent.checks.codes import ALL_CODES
 from agent.checks.expect import NodeExpectation, parse
 from agent.checks.history import History
+from agent.checks.host_checks import ALL_CODES
 from agent.checks.view import Event, View, build_view
 from agent.cluster.client import LONGEST_WAIT_SECONDS, choose_backoff
 from agent.cluster.nodes import MAX_CHANGES, MAX_FACTS_BYTES, NodeRecord, make_record, pack_facts, to_resource

@@ -14,6 +14,7 @@ from kubernetes.config import incluster_config
 from rigs.command import python
 from rigs.serving import Asked, answering
 
+from agent.base.options import InputError
 from agent.cluster.client import AccessError, ApiError, Client, connect, make_path
 from agent.cluster.nodes import API_VERSION, PLURAL
 
@@ -97,7 +98,7 @@ def test_a_missing_file_is_left_out_and_a_broken_one_is_named(tmp_path: Path, tw
 
 def test_what_leads_to_no_server_is_said(tmp_path: Path, two: tuple[Path, Path]) -> None:
     """A context in none of the files, an address that is no URL, before a token is sent; neither a pod nor a file."""
-    with pytest.raises(AccessError, match=f"{two[0]}{os.pathsep}{two[1]}: no context named 'x'"):
+    with pytest.raises(InputError, match=f"{two[0]}{os.pathsep}{two[1]}: no context named 'x'"):
         connect("x", several(*two))
     with pytest.raises(AccessError, match="must begin with https://"):
         client_as(tmp_path, {"token": "t"}, server="ftp://x")

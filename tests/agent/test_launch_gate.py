@@ -14,8 +14,7 @@ from rigs.serving import Asked, answering
 from rigs.tables import each_row, rows_of
 
 from agent.advice.advise import EMBEDDED_MODEL, advise
-from agent.advice.job_plan import build_job_plan, explain_gdrdma, explain_untrainable
-from agent.advice.job_settings import build_job_request
+from agent.advice.job_plan import build_job_plan, build_job_request, explain_gdrdma, explain_untrainable
 from agent.advice.request import Request
 from agent.base.options import RequestError
 from agent.checks.baseline import Baseline
@@ -139,25 +138,25 @@ def test_the_settings_name_the_model_that_is_planned(tmp_path: Path) -> None:
     """--config and --set decide what is trained; a model of the request replaces theirs, nothing else is guessed."""
     job = tmp_path / "job.yaml"
     job.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\nuse_peft: true\nlora_r: 32\nmax_seq_length: 1024\n")
-    asked = build_job_request(Request(config=job).with_settings("packing=true", "load_in_4bit=true"))
+    asked = build_job_request(Request.of(config=job).with_settings("packing=true", "load_in_4bit=true"))
     train = asked.train
     assert (asked.model, train.method, train.lora_rank) == ("meta-llama/Llama-3.1-8B", "qlora", 32)
     assert (train.sequence_length, train.packing) == (1024, True)
-    assert build_job_request(Request(config=job).with_settings("use_peft=false")).train.method == "full"
+    assert build_job_request(Request.of(config=job).with_settings("use_peft=false")).train.method == "full"
     named = build_job_request(Request.of(model="GPT-2", config=job))
     assert (named.model, named.train.lora_rank, named.train.sequence_length) == ("GPT-2", 32, 1024)
     assert build_job_request(Request.of(model="GPT-2", sequence_length=512)).train.sequence_length == 512
     assert build_job_request(Request().with_settings("max_steps=4")).model == EMBEDDED_MODEL
     silent = tmp_path / "silent.yaml"
     silent.write_text("model_name_or_path: meta-llama/Llama-3.1-8B\n")
-    assert build_job_request(Request(config=silent)).train.sequence_length == 1024  # as TRL and the job have it
+    assert build_job_request(Request.of(config=silent)).train.sequence_length == 1024  # as TRL and the job have it
     assert build_job_request(Request.of(sequence_length=512, config=silent)).train.sequence_length == 512
     assert build_job_request(Request().with_settings("model_name_or_path=random:shapes")).model == "shapes"
     advice = advise(replace(asked, machine="dgx-h100"), ())
     assert advice.train is not None and (advice.train.method, advice.train.sequence_length) == ("qlora", 1024)
     job.write_text("- a list")
     with pytest.raises(RequestError, match="must hold a mapping, holds list"):
-        build_job_request(Request(config=job))
+        build_job_request(Request.of(config=job))
 
 
 def test_what_a_file_leaves_out_is_planned_as_the_trainer_does_it(tmp_path: Path) -> None:
@@ -182,7 +181,7 @@ def test_set_replaces_a_wrong_setting_of_the_file(tmp_path: Path) -> None:
     """--set replaces the file, under an older name too; what is left to fix is named with its source."""
     job = tmp_path / "job.yaml"
     job.write_text("push_to_hub: true\nmax_seq_length: 2048\n")
-    request = Request(config=job)
+    request = Request.of(config=job)
     with pytest.raises(RequestError, match=r"^--config \S*job.yaml with --set: push_to_hub=True"):
         build_job_request(request.with_settings("max_length=512"))
     right = request.with_settings("push_to_hub=false", "max_length=512")

@@ -17,8 +17,8 @@ from rigs.tables import ROOT, each_row, rows_of
 from agent.advice import advise
 from agent.advice.advise import EMBEDDED_MODEL
 from agent.advice.request import Request
-from agent.base import question, units
-from agent.base.options import RequestError, make_names_distinct
+from agent.base import units
+from agent.base.options import QUESTION, RequestError, make_names_distinct, question_model
 from agent.checks.verdict import judge
 from agent.checks.view import build_view
 from agent.cluster.gate import check_nodes as gate_of_nodes
@@ -208,12 +208,12 @@ def test_the_form_allows_what_the_question_allows() -> None:
     limits = dict(re.findall(r'<input name="(\w+)" type="number" min="1" max="(\d+)"', html))
     assert set(limits) == {"nodes", "sequence_length", "global_batch", "steps"}
     for name, most in limits.items():
-        assert question.model().model_validate({name: most})
+        assert question_model().model_validate({name: most})
         with pytest.raises(ValidationError):
-            question.model().model_validate({name: str(int(most) + 1)})
+            question_model().model_validate({name: str(int(most) + 1)})
     for name in ("method", "transport"):
         shown = re.search(rf'<select name="{name}">(.*?)</select>', html)
-        assert shown and re.findall(r"<option[^>]*>(\w+)<", shown[1]) == question.ROWS[f"--{name}"]["choices"]
+        assert shown and re.findall(r"<option[^>]*>(\w+)<", shown[1]) == QUESTION[f"--{name}"]["choices"]
 
 
 def test_run_time_and_cost_have_fields_and_the_page_names_them() -> None:

@@ -28,7 +28,7 @@ from agent.advice.advise import advise_view
 from agent.advice.request import Request
 from agent.base.options import _rows
 from agent.base.output import to_document
-from agent.checks.codes import ALL_CODES
+from agent.checks.host_checks import ALL_CODES
 from agent.checks.measured import with_bench
 from agent.checks.view import Event, View, build_view
 from agent.cli.main import VERBS, cli

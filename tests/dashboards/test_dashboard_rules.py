@@ -18,8 +18,8 @@ import yaml
 from alerts import ALERTS, DOCS
 from rigs.tables import ROOT, each_row
 
-from agent.checks.codes import ALL_CODES
 from agent.checks.findings import read_entries
+from agent.checks.host_checks import ALL_CODES
 from agent.metrics import CATALOGUE, OWN
 
 FILES = sorted((ROOT / "dashboards").glob("*.json"))

@@ -47,8 +47,9 @@ from agent.http import serve
 from agent.base.options import read_snapshots
 from probes.registry import ALL
 from agent.http import server, state, worker
-shared = worker.Worker(command=(sys.executable, "-P", "-c", {ASKED_TOO!r}), max_waiting={MAX_WAITING},
-                       max_seconds={LONGEST_SECONDS}, idle_seconds={IDLE_SECONDS})
+worker.COMMAND = sys.executable, "-P", "-c", {ASKED_TOO!r}
+worker.MAX_WAITING, worker.MAX_SECONDS, worker.IDLE_SECONDS = {MAX_WAITING}, {LONGEST_SECONDS}, {IDLE_SECONDS}
+shared = worker.Worker()
 view = state.State(lambda: read_snapshots((Path(sys.argv[2]),), ALL), interval_seconds=3600)
 app = server.create(view, worker=shared)
 @app.get("/endless")
@@ -200,7 +201,7 @@ async def leave_and_stop() -> tuple[list[str], list[object]]:
     """What asyncio logs of a question whose client has left, and what those get who wait when the agent stops."""
     logged: list[str] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
-    asked = Worker(command=(sys.executable, "-P", "-c", SILENT))
+    asked = Worker()
 
     async def leaves() -> dict[str, str]:
         while asked._process is None:
@@ -225,8 +226,9 @@ async def leave_and_stop() -> tuple[list[str], list[object]]:
     return logged, await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at_the_end() -> None:
+def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at_the_end(monkeypatch) -> None:
     """Asyncio logs an exception that nobody reads; a question that is cancelled would end its request without words."""
+    monkeypatch.setattr("agent.http.worker.COMMAND", (sys.executable, "-P", "-c", SILENT))
     logged, refused = asyncio.run(leave_and_stop())
     assert not logged
     assert [getattr(error, "status", error) for error in refused] == [503, 503]

@@ -36,7 +36,7 @@ from pathlib import Path
 port, LimitedProtocol.most_connections, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 LimitedProtocol.seconds = {"head": seconds, "next head": 2 * seconds, "body": seconds, "reader": seconds}
 state = State(lambda: read_snapshots((Path(sys.argv[4]),), ALL), interval_seconds=3600)
-app = serve.build_application(state, serve.serve.make_context("serve", []).params)
+app = serve.build_application(state, serve.ServeOptions(**serve.serve.make_context("serve", []).params))
 serve.listen(app, serve.bind("127.0.0.1", port))
 """
 SECONDS = 2.0  # that a request may take to arrive, instead of the agent's own limit

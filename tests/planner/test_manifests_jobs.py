@@ -20,7 +20,8 @@ from agent.cli.bench import compare_networks
 from agent.cli.launch import launch
 from agent.cli.preflight import preflight
 from agent.jobs import cluster_job
-from agent.jobs.options import LaunchOptions, PreflightOptions
+from agent.jobs.launch import LaunchOptions
+from agent.jobs.preflight import PreflightOptions
 from finetune import pod
 from planner.forecast.specs import TrainSpec
 from planner.kubernetes import manifests, networks as network_manifests

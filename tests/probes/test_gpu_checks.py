@@ -14,14 +14,14 @@ from rigs.recorded import findings, snapshot, with_facts
 from rigs.tables import each_row, golden_rows, rows_of
 from scanned import scan
 
-from agent.checks.view import build_view, fail_full_gpus
+from agent.checks.view import build_view
 from agent.metrics import _list_link_values as link_values
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from probes.gpu import facts as gpu_facts, health as xid
 from probes.gpu.compare import check_bus
 from probes.gpu.facts import BusGpu, Gpu, GpuBus, GpuFacts, GpuPair, NvLink
-from probes.gpu.health import list_xids
+from probes.gpu.health import fail_full_gpus, list_xids
 from probes.gpu.probe import PROBE, format_nvml_bus_id
 from probes.gpu.read import _read_slurm_gpus, format_cpu_list, parse_xid_line
 from probes.host.nvml import sysfs_bus_id
@@ -325,7 +325,12 @@ def test_a_gpu_that_only_the_log_still_tells_of_is_missing(place: str, number: i
     """After Xid 79 the kernel may take the device off the bus: then neither NVML nor sysfs names it."""
     content = changed(H100)
     content["answers"]["kernel_log"]["NVRM: Xid"] = [f"[8.1] NVRM: Xid (PCI:{place}): {number}, words of the driver"]
+    content["answers"]["kernel_log"]["SXid"] = [
+        "nvidia-nvswitch2: SXid (PCI:0000:09:00.0): 20034, Fatal, Link 38 LTSSM Fault Up",
+        "nvidia-nvswitch1: SXid (PCI:0000:08:00.0): 12028, Non-fatal, Link 61 egress non-posted PRIV error (First)",
+    ]
     facts = facts_of(content)
+    assert [f.subject for f in PROBE.check(facts) if "SXid 20034" in f.message] == ["0000:09:00.0"], "a fatal error"
     found = [f for f in PROBE.check(facts) if f.code == "gpu.device.missing"]
     assert [(f.subject, f.status) for f in found] == [(subject, Status.FAIL) for subject in told]
     assert all(f"Xid {number}" in f.message and place in f.evidence[0] for f in found)

@@ -387,6 +387,8 @@ def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> 
     assert found.status is Status.WARN
     assert "NCCL_TOPO_FILE" in found.remedy
     assert "/opt/microsoft/ndv4-topo.xml" in found.remedy
+    named = virtual(paths).host(files={**azure, "/etc/nccl.conf": "NCCL_TOPO_FILE=/opt/microsoft/ndv4-topo.xml"})
+    assert [f.status for f in pci.check(read_pci(named)) if f.code == "pci.tree.virtual"] == [Status.INFO]
     assert read_pci(virtual(paths).host()).virtual_tree is None, "bare metal may look like this"
     one = virtual(paths[:1])
     one.add(paths[1], ("0x020000", "0x1af4", "0x1041"))

@@ -46,6 +46,9 @@ def node(gpus, words, *, capability=A100, model=None, nics=(), **fields):
     return complete(NodeTopology(hostname="n", gpus=made, nics=wires, pairs=tuple(pairs), **fields))
 
 
+ONE_BRIDGE = node(3, {"else": "PHB"}, nics=("mlx5_0",))
+
+
 def plan(topology, scope="node", op="all_gather"):
     return next(e for e in with_expectations(topology).expectations if (e.scope, e.op) == (scope, op))
 
@@ -57,6 +60,8 @@ TWO_PAIRS = node(4, {(0, 1): "NV12", (2, 3): "NV12"})
 UNNAMED = node(2, {(0, 1): "NV4"}, capability=None)
 H100 = "NVIDIA H100 80GB HBM3"
 SEVEN = node(7, dict.fromkeys(combinations(range(7), 2), "NV18"), model=H100)
+RAILS = {(i, f"n{i}"): "PIX" for i in range(7)}
+SEVEN_RAILS = node(7, dict.fromkeys(combinations(range(7), 2), "NV18") | RAILS, model=H100, nics=[n for _, n in RAILS])
 CUT_OFF = node(8, {key: "NV18" for key in combinations(range(8), 2) if 3 not in key}, capability=(9, 0))
 FOUR_NICS = ("n0", "n1", "n2", "n3")
 TIED = {(i, f"n{j}"): "PIX" if i // 2 == j // 2 else "NODE" for i in range(4) for j in range(4)}
@@ -121,7 +126,13 @@ def test_what_follows_from_the_pairs():
         "a switch's do not": (rate(node(8, dict.fromkeys(combinations(range(8), 2), "NV12"))), 240.0),
         "PCIe cards are no HGX": (find_reference(node(8, {}, model="NVIDIA H100 PCIe")), None),
         "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
+        "the pod of a job may have requested seven and their NICs": (
+            [[f.status for f in check(SEVEN_RAILS, of_job=pod) if "mismatch" in f.code] for pod in (True, False)],
+            [["info"], ["warn"]]),
         "and its loss is reported": ("This node has 7 GPUs, HGX H100/H200 has 8" in describe_departures(SEVEN), True),
+        "PHB everywhere is a hypervisor's, unless the host is known to be physical": (
+            [complete(replace(ONE_BRIDGE, virtual=None), is_physical=known).virtual is None for known in (False, True)],
+            [False, True]),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "a board of unknown model may be one": (
             [codes(with_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
