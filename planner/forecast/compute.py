@@ -231,8 +231,7 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
         rows = tokens / (tp if ep > 1 else 1)
         biased = model.family == "gpt_oss"
         moved += rates.element_bytes * rows * _count_routing_passes(model, ep) * model.hidden
-        at = 4 if layout.compile and engine.compile else 2 if biased else 0
-        output, first = engine.expert_bytes[at : at + 2]
+        output, first = engine.expert_bytes[(at := 4 if layout.compile and engine.compile else 2 * biased) : at + 2]
         both_passes = rows * model.experts_per_token * (output * model.hidden + 2.0 * first * model.expert_ffn)
         moved += both_passes / 3.0  # the factor of 3 adds the backward pass
         kernels += constants["kernels_routing"]

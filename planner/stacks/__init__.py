@@ -199,9 +199,8 @@ class Torchtitan(Fsdp):
     """Its selective recomputation stores other outputs than plain PyTorch does, and its loss exists in parts."""
 
     def logits(self, share: Share) -> float:
-        """Add the head input's fp32 gradient, which TP does not split; a compiled loss has 4 instead of 14 bytes."""
-        compiled = 4.0 / 14.0 if share.layout.compile and self.compile else 1.0
-        return compiled * super().logits(share) + self.chunks_loss * 4.0 * share.tokens * share.model.hidden
+        """Add the fp32 gradient of the head's input, which TP does not split (GradAccumulator, components/loss.py)."""
+        return super().logits(share) + self.chunks_loss * 4.0 * share.tokens * share.model.hidden
 
     def selective_activations(self, share: Share, boundary: float) -> float:
         """Count the layer's input and the outputs of q, v, attention, w1 and w2; instead of experts, of all-to-alls."""

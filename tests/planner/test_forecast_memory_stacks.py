@@ -93,39 +93,6 @@ def test_weights_of_experts_in_fp32_need_sixteen_bytes_of_each_output() -> None:
     assert (peak[0] - found.nbytes - saved) / elements == pytest.approx(12.0, abs=0.5)
 
 
-@pytest.mark.long
-def test_experts_of_torchtitan_read_and_write_72_bytes_of_each_output() -> None:
-    """Both passes of dispatch, gate and combine without the products, by how the bytes grow with the hidden size."""
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    python_dispatch = pytest.importorskip("torch.utils._python_dispatch")
-    tokens, chosen, views = 64, 8, ("mm", "view", "expand", "transpose", "t.", "detach", "slice", "empty")
-
-    def count_moved(hidden: int) -> int:
-        moved: list[int] = []
-
-        class Bytes(python_dispatch.TorchDispatchMode):  # type: ignore[misc, name-defined, unused-ignore]
-            def __torch_dispatch__(self, op, _types, args=(), kwargs=None):  # type: ignore[no-untyped-def, unused-ignore]
-                result = op(*args, **(kwargs or {}))
-                every = torch.utils._pytree.tree_leaves((args, result))
-                wide = [t.nbytes for t in every if isinstance(t, torch.Tensor) and 0 not in t.stride()]
-                moved.extend([] if any(name in str(op) for name in views) else wide)
-                return result
-
-        shapes = ((tokens, hidden), (hidden, 32), (hidden, 32), (32, hidden))
-        x, *weight = (torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-        scores, routed = torch.rand(tokens * chosen, 1, requires_grad=True), torch.arange(tokens * chosen) // chosen
-        with Bytes():
-            sent = x[routed]
-            inner = torch.nn.functional.silu(sent @ weight[0]) * (sent @ weight[1])
-            out = ((inner @ weight[2]).float() * scores).to(x.dtype)
-            found = torch.zeros_like(x).scatter_add(0, routed[:, None].expand(-1, hidden), out)
-            found.backward(torch.ones_like(found))
-        return sum(moved)
-
-    each = (count_moved(512) - count_moved(256)) / 256 / tokens
-    assert each == pytest.approx(find_engine("torchtitan").expert_bytes[0] * chosen + 12.0 * (chosen + 1), rel=0.02)
-
-
 def test_megatrons_fused_loss_has_the_logits_of_all_tokens() -> None:
     """`--cross-entropy-loss-fusion` merges kernels; Liger's loss, in other stacks, never has all logits."""
     layout = Layout(world_size=4, tp=2, dp_shard=2, fused_cross_entropy=True)
@@ -249,13 +216,6 @@ def test_modules_trained_whole_beside_adapters_stay_in_half_precision() -> None:
     held = [parts.weights + parts.gradients + parts.optimizer for parts in (plain, more)]
     assert held[1] - held[0] == pytest.approx(2 * 128256 * 4096 * 8.0)
     assert held[0] == pytest.approx(2.0 * weights(MODEL).total + 16.0 * lora_weights(MODEL, lora))
-    # SFTTrainer converts adapters of a quantised model to bf16, and FSDP those on several GPUs to fp32.
-    quantised = replace(lora, method="qlora")
-    for at, each in ((layout, 8.0), (Layout(world_size=2, dp_shard=2, checkpointing="full"), 16.0)):
-        two, four = (memory_parts(MODEL, replace(quantised, lora_rank=rank), at, engine) for rank in (8, 16))
-        ranks = (sum(parts[:3]) for parts in (two, four))
-        more = lora_weights(MODEL, quantised) / 2  # the default rank is 16
-        assert -float.__sub__(*ranks) == pytest.approx(each * more / at.world_size)
 
 
 def test_one_gpu_alone_has_no_communication_buffers() -> None:
