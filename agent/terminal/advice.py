@@ -81,16 +81,13 @@ def _print_brief(out: Console, advice: Recommendation) -> None:
 
 
 def _print_title(out: Console, advice: Recommendation, ranked: RankedLayout) -> None:
+    model, train, job = advice.model, advice.train, "the model"
+    if model and train:
+        job = f"{model.name} (method {train.method}, sequence length {train.sequence_length:,})"
     if ranked.why:
         print_bullet(out, "!", escape(ranked.why))
     glyph = mark("unknown", "?") if ranked.forecast.may_not_fit else mark("pass", "✓")
-    out.print(f"[bold]Layout[/bold] for {escape(_name_job(advice))}: {glyph} {format_layout(ranked.layout)}")
-
-
-def _name_job(advice: Recommendation) -> str:
-    if advice.model is None or advice.train is None:
-        return "the model"
-    return f"{advice.model.name} ({advice.train.summary})"
+    out.print(f"[bold]Layout[/bold] for {escape(job)}: {glyph} {format_layout(ranked.layout)}")
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:
@@ -119,8 +116,7 @@ def device_of(advice: Recommendation) -> str:
 def _print_no_layout(out: Console, advice: Recommendation) -> None:
     """Print why no layout fits or is forecast, and what would help."""
     unsupported = f"[bold]? No layout: {advice.unsupported} are not supported[/bold]"
-    nothing = f"[bold red]No layout fits[/bold red] for {escape(_name_job(advice))}"
-    out.print(unsupported if advice.unsupported else nothing)
+    out.print(unsupported if advice.unsupported else "[bold red]No layout fits[/bold red]")
     print_rejected(out, advice)
     if advice.backend == "gloo":
         print_bullet(out, "?", "no GPU was found: the layouts are for CPUs. --machine names another machine")

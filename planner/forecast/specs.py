@@ -326,10 +326,3 @@ class TrainSpec:
     dtype: str = "auto"  # type in which TRL's trainer loads the model; auto: type of computation
     fused_cross_entropy: bool | None = None  # None: the planner chooses what the engine supports
     fixed_layout: tuple[tuple[str, Any], ...] = ()  # fields of contracts.layout.Layout that the job's settings fix
-
-    @property
-    def summary(self) -> str:
-        """The method and the sequence length: "LoRA of rank 16, sequence length 2,048"."""
-        adapters = {"lora": "LoRA", "qlora": "QLoRA"}.get(self.method)
-        method = f"{adapters} of rank {self.lora_rank}" if adapters else "full fine-tune"
-        return f"{method}, sequence length {self.sequence_length:,}"
