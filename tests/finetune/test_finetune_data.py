@@ -71,6 +71,17 @@ def test_each_row_shape_is_learnt_from(tokenizer, tmp_path, shape):
         assert counted == "Oui." + tokenizer.eos_token
 
 
+@each_row(("row", "template", "text", "counted"), rows("spelled"))
+def test_a_row_is_spelled_as_trl_spells_it(row, template, text, counted):
+    """Tools and options reach the template, whose marks decide what counts; a text has one mark of its end."""
+    config = job(chat_template=template, completion_only_loss=counted is not None)
+    tokenizer = load_tokenizer(config)
+    example = encode(row, tokenizer, config)
+    assert tokenizer.decode(example.tokens).removeprefix(tokenizer.bos_token) == text
+    counts = tokenizer.decode([label for label in example.labels if label != IGNORED])
+    assert counts == (tokenizer.decode(example.tokens[1:]) if counted is None else counted)
+
+
 def test_every_assistant_turn_counts(tokenizer):
     """Two answers of one talk."""
     talk = [("user", "a?"), ("assistant", "b."), ("user", "c?"), ("assistant", "d.")]

@@ -64,6 +64,12 @@ def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
     in_half = replace(engine, weighs_in_fp32=False).layer_activations(share_of(model, FULL, full))
     assert layer - in_half == HALF * routed  # experts' outputs in four bytes instead of two
     assert memory_parts(model, FULL, full, engine).activations == layer + 12.0 * routed
+    compiled = replace(
+        full, compile=True
+    )  # casts again: outputs in two bytes, and one pass at the start of the backward
+    layer = engine.layer_activations(share_of(model, FULL, compiled))
+    assert layer == replace(engine, weighs_in_fp32=False).layer_activations(share_of(model, FULL, compiled))
+    assert memory_parts(model, FULL, compiled, engine).activations == layer + 4.0 * routed
 
 
 @pytest.mark.long
