@@ -193,7 +193,7 @@ def test_a_text_inside_a_text_is_named_once_with_its_own_places() -> None:
     ]  # fmt: skip
 
 
-POD = "kind: Pod\nspec:\n  containers:\n  - name: t\n    env:\n"
+BARE = "kind: Pod\nspec:\n  containers:\n  - name: t\n    env:\n"
 ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(encoding="utf-8"))
 
 
@@ -228,7 +228,7 @@ def test_each_way_has_the_line_of_its_own_assignment() -> None:
 
 def test_branches_of_a_template_do_not_shadow_each_other() -> None:
     for begin, other, end in rows("branches")():
-        text = f"{POD}    {begin}\n    - name: NCCL_IB_TC\n      value: '106'\n    {other}\n    - name: NCCL_IB_TC\n"
+        text = f"{BARE}    {begin}\n    - name: NCCL_IB_TC\n      value: '106'\n    {other}\n    - name: NCCL_IB_TC\n"
         found = read_text(f"{text}      value: '300'\n    {end}\n", None, "a.yaml")
         assert not [finding for each in found.environments for finding in each.findings]
         assert [each.environment for each in found.environments] == [{"NCCL_IB_TC": "106"}, {"NCCL_IB_TC": "300"}]
@@ -257,7 +257,7 @@ def test_defects_of_the_corpus(path: Path) -> None:
 
 
 def test_documents_of_a_file_are_places_and_not_nodes() -> None:
-    pods = [POD.replace("spec:", f"metadata: {{name: {name}}}\nspec:", 1) for name in ("a", "b", "c")]
+    pods = [BARE.replace("spec:", f"metadata: {{name: {name}}}\nspec:", 1) for name in ("a", "b", "c")]
     text = "---\n".join(f"{pod}    - {{name: NCCL_P2P_DISABLE, value: '1'}}\n" for pod in pods)
     found = lint_text(text, "auto", nccl_version=None, machine=None)
     (place,) = {group.places for group in group_findings(found.checks) if "env.debug.leftover" in group.codes}
