@@ -49,7 +49,7 @@ def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
         answer("dgx-h100", 1, "GPT-2", engine="keras")
     with pytest.raises(ValueError, match="precision='int3'"):
         answer("dgx-h100", 1, "GPT-2", precision="int3")
-    wrong = {"1xrtx4090": "4xrtx4090 .*only some", "V100": "p3.16xlarge", "4x A100": "p4d.24xlarge", "l4": "similar"}
+    wrong = {"1xrtx4090": "4xrtx4090 .*only some", "V100": "p3.16xlarge", "4x A100": "p4d.24xlarge", "1xl40": "similar"}
     for name, says in wrong.items():
         with pytest.raises(machines.MachineError, match=says):
             machines.machine(name)
