@@ -201,7 +201,9 @@ def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
         assert (done.exit_code, "cluster.node.silent" in done.stdout) == (3, named), (selector, done.output)
     api.forbidden = {"/api/v1/nodes"}
     done = preflight("--nodes", "good", "-o", "json")
-    assert done.exit_code == 0 and "the Node cannot be read: the API server says 403" in done.stdout, "its record decides"
+    assert done.exit_code == 0 and "the Node cannot be read: the API server says 403" in done.stdout, (
+        "its record decides"
+    )
     assert preflight("--selector", "pool=gpu").exit_code == 1
 
 
