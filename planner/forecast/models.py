@@ -131,7 +131,7 @@ def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: 
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(config.get("tie_word_embeddings")),
         gated_mlp=family != "gpt2" if is_known else config["gated_mlp"],
-        attention_bias=bool(config.get("attention_bias") or config.get("qkv_bias")),
+        attention_bias=bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias")),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
         max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=0) or None,
