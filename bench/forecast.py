@@ -678,7 +678,7 @@ def print_summary(
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "measurements" / "forecast.md"
 HEADER = """# Forecast accuracy
 
-Forecasts of published runs, 2026-11-28. `python bench/forecast.py --write` writes this page and the widths in
+Forecasts of published runs, 2026-11-29. `python bench/forecast.py --write` writes this page and the widths in
 `planner/forecast/intervals.json`; `--help` explains the figures. Left out: fitted to the other sources.
 """
 

@@ -389,6 +389,8 @@ def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> T
     projections = tuple(p for p in _PROJECTIONS if re.search(rf"\b{p}\b", note))
     if re.search(r"all[- ]linear|attention and mlp|attn ?\+ ?mlp|all modules", note):
         projections = _PROJECTIONS
+    # MLPerf's benchmark adapts qkv_proj and o_proj, whatever the framework.
+    targets = _PROJECTIONS[:4] if "mlperf" in text_of(raw, "source") else stack.lora_targets
     single_note = note if integer(raw, "world", 1) == 1 else ""
     return TrainSpec(
         optimizer=read_optimizer(raw, method),
@@ -396,7 +398,7 @@ def read_train(raw: Raw, stack: Stack, sequence: int, precision: Precision) -> T
         optimizer_in_backward=method == "full" and ("optimizer in backward" in single_note or "paged" in single_note),
         method=method, sequence_length=sequence, precision=precision,  # type: ignore[arg-type]
         attention="flash" if re.search(r"flash[-_ ]?att\w*[-_ ]?2|\bfa2\b", note) else "sdpa",
-        lora_rank=integer(raw, "lora_rank", 16), lora_targets=projections or stack.lora_targets,
+        lora_rank=integer(raw, "lora_rank", 16), lora_targets=projections or targets,
         saved_modules=("embed_tokens", "lm_head") if method != "full" and re.search(r"\(emb\w*\)", note) else (),
     )  # fmt: skip
 

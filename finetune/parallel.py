@@ -78,14 +78,13 @@ def parallelize(
         return DistributedDataParallel(chunk, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
     # Under TP or PP replicas, or a single copy, go through fully_shard too, on a mesh whose sharding dimension is 1:
     # autocast would leave the hidden states, and what is sent of them, in fp32.
+    on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shard: Any = partial(
         fully_shard,
         mesh=mesh["dp_replicate", "dp_shard"] if layout.dp_replicate > 1 else mesh["dp_shard"],
         reshard_after_forward=layout.reshard_after_forward and layout.sharding == "zero3",
         mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if layout.offload == "all"
-        else OffloadPolicy(),
+        offload_policy=on_host if layout.offload == "all" else OffloadPolicy(),
     )
     lm = causal_lm(chunk.net)
     if chunk.first and not getattr(lm.config, "tie_word_embeddings", False):

@@ -3,8 +3,8 @@
 Surface: `datasets` finds the files of a split (JSON, JSON lines, parquet and CSV), by their names or by the `configs`
 in the front matter of README.md, and reads them as a stream. Nothing is written into its cache, and it never asks the
 hub: `finetune.hub` downloads the files. transformers' tokenizers and their chat templates spell them. Row shapes are
-TRL's: `messages`, `prompt` + `completion`, `text`; and `question` + `answer` as GSM8K has them. Every label is the
-*next* token's id, or -100 where it does not count, so that no model or stage has to shift.
+TRL's: `messages`, ShareGPT's `conversations`, `prompt` + `completion`, `text`; and `question` + `answer` as GSM8K has
+them. Every label is the *next* token's id, or -100 where it does not count, so that no model or stage has to shift.
 
 `python -m finetune.rows`: how long the rows are in the model's tokens: the job's settings on stdin, a histogram on
 stdout. The planner asks this in a process of its own.
@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from bisect import bisect_left, insort
 from collections import Counter
@@ -28,8 +29,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import datasets
 import numpy as np
+import pyarrow.parquet
 from jinja2 import TemplateError
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, GPT2Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from contracts.job_config import ConfigError, JobConfig, parse_config
 from finetune import hub
@@ -38,7 +44,7 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 # Every rank holds its rows in memory, as tokens about thirty times their bytes: more than this is the wrong file.
 MAX_BYTES = 4 << 30
 BATCH = 1024  # parquet rows that are unpacked at a time
-COLUMNS = ("messages", "prompt", "completion", "question", "answer")  # and dataset_text_field
+COLUMNS = ("messages", "conversations", "prompt", "completion", "question", "answer", "tools", "chat_template_kwargs")
 
 
 class Row(NamedTuple):
@@ -89,8 +95,6 @@ def find_files(config: JobConfig, split: str) -> list[Path]:
 
 def files_of_split(folder: Path, part: str | None, split: str, setting: str) -> list[str]:
     """Paths in a folder of one split, of the part `part` (dataset_config), by `datasets`' rules. Raises ConfigError."""
-    import datasets
-
     subfolder = part if part and (folder / part).is_dir() else None
     if not any(path.suffix in READERS for path in folder.rglob("*")):
         raise ConfigError(f"{setting}: no {', '.join(READERS)} file")
@@ -127,9 +131,6 @@ def get_reader(path: Path) -> str:
 
 def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     """Stream the rows of one file; of parquet only the columns that the job reads."""
-    import datasets
-    import pyarrow.parquet
-
     kind, number, size = get_reader(path), 0, path.stat().st_size
     options: dict[str, Any] = {}
     if kind != "parquet" and not size:
@@ -199,8 +200,6 @@ class Example:
 
 def load_tokenizer(config: JobConfig) -> Any:
     """The model's tokenizer, or the built-in one that knows bytes."""
-    from transformers import AutoTokenizer
-
     setting, revision = "tokenizer_name", config.tokenizer_revision
     name = config.tokenizer_name
     if name is None:
@@ -224,9 +223,6 @@ def load_tokenizer(config: JobConfig) -> Any:
 
 def _byte_tokenizer() -> Any:
     """256 bytes and three marks, made at run time: nothing to download, nothing it cannot spell."""
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import GPT2Tokenizer
-
     marks = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     vocab = {token: index for index, token in enumerate([*marks.values(), *sorted(ByteLevel.alphabet())])}
     return GPT2Tokenizer(vocab=vocab, merges=[], unk_token=None, **marks)
@@ -263,25 +259,25 @@ def _render(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str
         if all(name in row for name in names) and "messages" not in row and kinds not in ({str}, {list}):
             both = " and ".join(f"{name}={repr(row[name])[:100]}" for name in names)
             raise ConfigError(f"a row's {both}: must be two texts, or two lists of messages")
-    if "question" in row and "answer" in row and "messages" not in row:
-        row = make_messages(row)
-    first, only_answers = 0, bool(config.completion_only_loss)
+    row, tools, first, only_answers = make_messages(row), row.get("tools"), 0, bool(config.completion_only_loss)
+    tools = json.loads(tools) if isinstance(tools, str) else tools
     if isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list) and "messages" not in row:
         first, only_answers = len(row["prompt"]), config.completion_only_loss is not False
-        row = {"messages": [*row["prompt"], *row["completion"]]}
+        row = {**row, "messages": [*row["prompt"], *row["completion"]]}
     if "messages" in row:
-        text = _apply_template(row["messages"], tokenizer)
-        return text, _answer_spans(row["messages"], text, tokenizer, first) if only_answers else None
+        options = {"tools": tools, **row.get("chat_template_kwargs", {})}
+        text = _apply_template(row["messages"], tokenizer, **options)
+        return text, _answer_spans(row["messages"], text, tokenizer, first, **options) if only_answers else None
     # A template writes the mark of the beginning itself; plain text gets it where the tokenizer would set it.
     begin = tokenizer.bos_token if tokenizer("").input_ids[:1] == [tokenizer.bos_token_id] else ""
     if "prompt" in row and "completion" in row:
         before = f"{begin}{row['prompt']}"
-        text = f"{before}{row['completion']}{tokenizer.eos_token}"
+        text = f"{before}{row['completion'].removesuffix(tokenizer.eos_token)}{tokenizer.eos_token}"
         return text, None if config.completion_only_loss is False else [(len(before), len(text))]
     if isinstance(row.get(config.dataset_text_field), str):
         if config.completion_only_loss:
-            raise ConfigError("completion_only_loss=true: rows of plain text do not say which part is the answer")
-        return begin + row[config.dataset_text_field] + tokenizer.eos_token, None
+            raise ConfigError("only answers count, and rows of plain text do not say which part is the answer")
+        return begin + row[config.dataset_text_field].removesuffix(tokenizer.eos_token) + tokenizer.eos_token, None
     raise ConfigError(
         f"a row holds {sorted(row)}: needs messages, prompt + completion, question + answer, "
         f"or {config.dataset_text_field!r} (dataset_text_field)"
@@ -289,9 +285,15 @@ def _render(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str
 
 
 def make_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """A question and its answer as a conversation of two turns."""
-    turns = (("user", row["question"]), ("assistant", row["answer"]))
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+    """Return a row with the messages that it says in another form: question and answer, or ShareGPT's turns."""
+    turns = row.get("conversations")
+    if "question" in row and "answer" in row:
+        turns = [{"from": "user", "value": row["question"]}, {"from": "assistant", "value": row["answer"]}]
+    if {"messages", "completion"} & {*row} or not isinstance(turns, list):
+        return row
+    names = {"from": "role", "value": "content"}
+    messages = [{names.get(name, name): turn[name] for name in turn} for turn in turns if isinstance(turn, dict)]
+    return {**row, "messages": messages}
 
 
 def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> str:
@@ -307,18 +309,21 @@ def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> str:
         raise ConfigError(f"chat_template: {error}: for {str(turns)[:200]}") from None
 
 
-def _answer_spans(messages: Sequence[Any], text: str, tokenizer: Any, first: int) -> list[tuple[int, int]]:
-    """Where the assistant's turns, from the turn `first` on, stand in the templated text."""
+def _answer_spans(messages: Any, text: str, tokenizer: Any, first: int, **options: Any) -> list[tuple[int, int]]:
+    """Return where answers are in the templated text: as the template marks them, or turns from `first` on."""
+    template = tokenizer.get_chat_template(tools=options["tools"])
+    if not first and re.search(r"{%-?\s*generation\b", template):
+        marks: Any = {**tokenizer.special_tokens_map, "chat_template": template, **options}
+        return list(render_jinja_template([messages], return_assistant_tokens_mask=True, **marks)[1][0])
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or i < first:
             continue
-        before = _apply_template(messages[:i], tokenizer, add_generation_prompt=True)
-        through = _apply_template(messages[: i + 1], tokenizer)
+        before = _apply_template(messages[:i], tokenizer, add_generation_prompt=True, **options)
+        through = _apply_template(messages[: i + 1], tokenizer, **options)
         if not text.startswith(through) or not through.startswith(before):
-            raise ConfigError(
-                "completion_only_loss=true: this chat template rewrites earlier turns; give a chat_template"
-            )
+            wrong = "only answers count, and this chat template rewrites earlier turns"
+            raise ConfigError(f"{wrong}: give another chat_template, or --trainer trl")
         spans.append((len(before), len(through)))
     return spans
 

@@ -172,9 +172,8 @@ def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
     except datasets.exceptions.DatasetsError as error:
         raise rows.unreadable(f"dataset_name={config.dataset_name!r}: not {kind}", error) from error
     dataset = dataset if config.dataset_rows is None else dataset.take(config.dataset_rows)
-    if {"question", "answer"} <= set(dataset.column_names) and not {"messages", "prompt"} & set(dataset.column_names):
-        return dataset.map(rows.make_messages, remove_columns=dataset.column_names)
-    return dataset
+    first: dict[str, Any] = next(iter(dataset), {})
+    return dataset if rows.make_messages(first) is first else dataset.map(rows.make_messages)
 
 
 # What is recorded of the run, and what stops it.

@@ -16,8 +16,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import hub
@@ -40,8 +42,6 @@ class Stored:
     """Weights in safetensors files, by the names that transformers' model gives them."""
 
     def __init__(self, config: JobConfig, plain: Any) -> None:
-        from safetensors import SafetensorError, safe_open
-
         self.plain, self._named = plain, f"model_name_or_path={config.model_name_or_path!r}"
         self._file_of: dict[str, Any] = {}
         files = hub.download_weights(config.model_name_or_path, config.model_revision)
@@ -54,8 +54,6 @@ class Stored:
         name, first = next(iter(plain.named_parameters()))
         self.dtype = self.read(name, (slice(0, 0),) * first.ndim).dtype
         if (files[0].parent / "generation_config.json").is_file():
-            from transformers import GenerationConfig
-
             plain.generation_config = GenerationConfig.from_pretrained(files[0].parent)
 
     def read(self, name: str, part: Part = WHOLE) -> torch.Tensor:

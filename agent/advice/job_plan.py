@@ -142,7 +142,8 @@ def with_rows(request: Request, explicit: Mapping[str, Any]) -> Request:
     explain = partial(texts, "unmeasured_rows", name=name, length=request.train.sequence_length)
     if name.startswith(("/", ".", "~")) and not os.path.exists(Path(name).expanduser()):
         return replace(request, unmeasured=explain(why="not on this host"))
-    named_settings = {key: explicit[key] for key in _TABLE["rows"]["names"] if explicit.get(key) is not None}
+    names = [*_TABLE["rows"]["names"], *(_TABLE["rows"]["not_for_trl"] if request.train.engine != TRL else ())]
+    named_settings = {key: explicit[key] for key in names if explicit.get(key) is not None}
     if "model_name_or_path" not in named_settings and "tokenizer_name" not in named_settings:
         tokenizer = hub_id(request.model) if request.model else None
         if tokenizer is None:

@@ -36,14 +36,13 @@ _MANIFEST_BYTES = 1 << 20
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]")
 def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **values: Any) -> None:
     """Choose the layout, then launch on this host, on Slurm or on a Kubernetes cluster."""
-    from agent.advice import job_plan
     from agent.advice.advise import with_fsdp
+    from agent.advice.job_plan import choose_trainer, describe_refusal, read_explicit_settings
     from agent.jobs.launch import LaunchOptions
     from agent.terminal.advice import list_layout_properties, print_rejected
     from planner.recommend import ROWS
 
     options = LaunchOptions.of(**values)
-    request = options.request
     if options.api == "slurm" and options.form == "json":
         raise click.UsageError("-o=json and --api=slurm cannot be combined: a batch script has no JSON form.")
     if script is not None:
@@ -51,27 +50,26 @@ def launch(script: Path | None, arguments: tuple[str, ...], trainer: str, **valu
         return
     if arguments:
         raise click.UsageError(f"{arguments[0]!r}: arguments after -- require --script")
-    snapshots = request.read_hosts()
-    request = replace(request, nodes=options.nodes or max(1, len(request.hosts)))
-    advice, reason = job_plan.choose_trainer(request, trainer, snapshots)
+    snapshots = options.request.read_hosts()
+    request = replace(options.request, nodes=options.nodes or max(1, len(options.request.hosts)))
+    advice, reason = choose_trainer(request, trainer, snapshots)
     advice = with_fsdp(advice)
     print_notes(line for line in advice.unknowns if line.startswith(ROWS))
     if advice.chosen is None:
         print_rejected(console(), advice)
-        raise NothingFitsError("; ".join(filter(None, (job_plan.describe_refusal(advice), reason))))
+        raise NothingFitsError("; ".join(filter(None, (describe_refusal(advice), reason))))
     if reason:
         print_text(reason, err=True)
     if not options.over and advice.total_seconds is not None:  # its duration is known
         for word, line in list_layout_properties(advice, advice.chosen)[:2]:
             print_text(f"forecast {word}: {line}", err=True)
-    explicit = job_plan.read_explicit_settings(advice, request)
-    folder = options.folder or Path(explicit.get("output_dir", "finetune-output"))
+    folder = options.folder or Path(read_explicit_settings(advice, request).get("output_dir", "finetune-output"))
     if options.api == "slurm":
         _submit_script(advice, snapshots, folder, options)
     elif options.api != "local":
         _launch_on_cluster(advice, snapshots, options)
     else:
-        _launch_here(advice, snapshots, folder, options)
+        _launch_here(advice, snapshots, folder, replace(options, request=request))
 
 
 def _launch_on_cluster(advice: Recommendation, snapshots: Sequence[Snapshot], options: LaunchOptions) -> None:
@@ -216,7 +214,7 @@ def _launch_script(script: Path, arguments: Sequence[str], options: LaunchOption
 
 
 def _launch_here(advice: Recommendation, snapshots: Sequence[Snapshot], folder: Path, options: LaunchOptions) -> None:
-    """Run the job, or print its plan with --dry-run."""
+    """Run the job, or print its plan with --dry-run, which may be for several nodes."""
     from agent.advice.job_plan import GRACE_SECONDS, build_job_plan, describe_grace, estimate_grace, require_layout
     from agent.jobs import launch as launcher
     from agent.terminal import measured
@@ -224,7 +222,7 @@ def _launch_here(advice: Recommendation, snapshots: Sequence[Snapshot], folder: 
     layout = require_layout(advice).layout
     plan = build_job_plan(advice, options.request.with_settings(f"output_dir={folder}"))
     if options.dry_run:
-        command = launcher.build_command(folder / "plan.json", layout.world_size)
+        command = launcher.build_command(folder / "plan.json", layout.world_size, options.request.nodes or 1)
         _print_plan(plan, command, plan.notes, options.form)
         return
     seconds = estimate_grace(advice, options.storage_rate)

@@ -126,14 +126,15 @@ class FinishedJob:
         return f"{self.cut_short}: {ending}" if self.cut_short else ending
 
 
-def build_command(plan: Path, ranks: int) -> list[str]:
-    """Return the torchrun command of one host."""
-    return build_torchrun_command([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks)
+def build_command(plan: Path, ranks: int, nodes: int = 1) -> list[str]:
+    """Return the torchrun command of a host; for several nodes HOST stands for the address of one of them."""
+    return build_torchrun_command([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks, nodes=nodes)
 
 
-def build_torchrun_command(job: Sequence[str], ranks: int, python: str = sys.executable) -> list[str]:
-    """Return the command that runs `ranks` ranks of a job on this host."""
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def build_torchrun_command(job: Sequence[str], ranks: int, python: str = sys.executable, nodes: int = 1) -> list[str]:
+    """Return the command that runs the ranks of a job on this host, or this host's share of them."""
+    meet = [f"--nnodes={nodes}", "--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29400"] if nodes > 1 else ["--standalone"]
+    command = [python, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={ranks // nodes}"]
     # ranks survive if torchrun is killed, so each is set to end with torchrun
     return [*command, "--no-python", *processes.tie_to_parent(job, parent=0)]
 

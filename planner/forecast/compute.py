@@ -231,7 +231,7 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
         rows = tokens / (tp if ep > 1 else 1)
         biased = model.family == "gpt_oss"
         moved += rates.element_bytes * rows * _count_routing_passes(model, ep) * model.hidden
-        output, first = engine.expert_bytes[2:] if biased else engine.expert_bytes[:2]
+        output, first = engine.expert_bytes[(at := 4 if layout.compile and engine.compile else 2 * biased) : at + 2]
         both_passes = rows * model.experts_per_token * (output * model.hidden + 2.0 * first * model.expert_ffn)
         moved += both_passes / 3.0  # the factor of 3 adds the backward pass
         kernels += constants["kernels_routing"]
@@ -361,11 +361,11 @@ def _list_adapted(model: ModelSpec, tp: int, targets: tuple[str, ...]) -> list[t
 
 def head_cost(job: Job, layout: Layout, tokens: float) -> tuple[float, float]:
     """Return the output projection's forward seconds, and the vocabulary loss's forward and backward seconds."""
-    model, rates, fused = job.model, job.rates, layout.fused_cross_entropy or job.engine.chunks_loss
+    model, rates, engine = job.model, job.rates, job.engine
+    fused = layout.fused_cross_entropy or (layout.compile if engine.compile else engine.chunks_loss)
     n = model.vocab / layout.tp
     lost = _rate_loss(tokens, n, model.hidden, job.constants)
     gemm = 2.0 * tokens * n * model.hidden * lost / (rates.head or rates.gemm)
-    made = Engine if rates.device == "CPU" else job.engine  # the CPU constants already include it (docs/decisions/0023)
-    in_parts, at_once = made.loss_bytes
-    loss = tokens * n * (in_parts if fused else at_once) / rates.hbm
-    return gemm, loss + (gemm if fused and made.loss_again else 0.0)
+    on_cpu = rates.device == "CPU"  # its constants contain what torch's kernels add (docs/decisions/0023)
+    loss = tokens * n * ((6.0, 16.0) if on_cpu else engine.loss_bytes)[not fused] / rates.hbm
+    return gemm, loss + (gemm if fused and engine.loss_again and not on_cpu else 0.0)

@@ -194,7 +194,7 @@ class Engine:
     fused: bool = False  # Transformer Engine: fused norms, activations, RoPE and bias; separate kernels per expert
     groups_experts: bool = False  # one kernel, torch's grouped_mm, multiplies all of a rank's experts
     weighs_in_fp32: bool = False  # multiplies experts' outputs by the router's weights in separate fp32 kernels
-    expert_bytes: tuple[float, ...] = (0.0,) * 4  # in HBM, per element of experts' outputs and first products; biased
+    expert_bytes: tuple[float, ...] = (0.0,) * 4  # in HBM, per element of outputs and first products; biased; compiled
     cuda_graph_arguments: tuple[str, ...] = ()  # with these, one CUDA graph replays a step of experts in mxfp8
     liger: bool = False  # if the loss is fused, so are norms, RoPE and gates: transformers' Liger patch
     attention: AttentionKernel = "flash2"
@@ -202,8 +202,8 @@ class Engine:
     states: StateBytes = IN_HALF
     adapter_bytes: float = 4.0  # per adapter weight
     merges_expert_adapters: bool = False  # PEFT's ParamWrapper: experts plus adapters, created in each pass
-    # HBM bytes per logit. Fused: bf16, read twice, written. Else also: fp32 copies, softmax and gradient.
-    loss_bytes: tuple[float, float] = (6.0, 16.0)
+    # HBM bytes per logit. Fused: bf16, read twice, written. Else torch's own: fp32 copies, log-softmax and gradients.
+    loss_bytes: tuple[float, float] = (6.0, 44.0)
     chunks_loss: bool = False  # the loss is fused even if the layout does not say so
     loss_again: bool = False  # the fused loss recomputes each chunk and its projection in the backward pass
     logits_bytes: float = 12.0  # peak bytes per token and vocabulary entry around the loss
@@ -320,7 +320,7 @@ class Engine:
         stored = ((hidden - whole) / split + whole) * h + (columns + inner * mlp_width(model)) / layout.tp
         # The input of each expert. Its output too, in two or four bytes, unless fused kernels weigh before it.
         mixtures = (model.layers - model.dense_layers) / model.layers
-        copies = model.experts_per_token * (1.0 if self.fused else 3.0 if self.weighs_in_fp32 else 2.0)
+        copies = model.experts_per_token * (1.0 if self.fused else 2.0 + (self.weighs_in_fp32 and not layout.compile))
         stored += copies * mixtures * h / (layout.tp if layout.ep > 1 else split)
         if self.uses_cuda_graph(model, layout):  # pages of the stash: --moe-paged-stash-buffer-size-factor-cuda 1.2
             stored += 0.2 * mixtures * model.experts_per_token * (h + inner * model.expert_ffn) / layout.tp
@@ -342,7 +342,7 @@ class Engine:
         train = share.train
         # Liger counts as eager: then stas00's 14 rows are 4 % above the measured memory; otherwise 8 % below.
         fused = self.fused or share.layout.compile
-        hidden = 5.0 if fused else 9.0
+        hidden = 5.0 if self.fused else 4.0 if fused else 9.0
         if share.in_fp32 and not fused:
             # Tensors that transformers' Llama layer passes to torch.autograd.graph.saved_tensors_hooks: two residual
             # sums, the output of each norm and, if its weight is trained, the value that it is multiplied with.

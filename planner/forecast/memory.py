@@ -154,7 +154,7 @@ def _count_stored(engine: Engine, share: Share, *, first_stage: bool) -> tuple[f
     if layout.checkpointing == "none":  # the graph of each active micro-batch contains the weights it used
         total, copies = total + copies, 0.0
     # Gradients at the start of the backward pass of a layer's experts, counted with a TorchDispatchMode.
-    working = 6.0 * boundary * share.model.experts_per_token if engine.weighs_in_fp32 else 0.0
+    working = boundary * share.model.experts_per_token * engine.weighs_in_fp32 * (2.0 if layout.compile else 6.0)
     again = working + (layer + (2.0 * share.largest if copies else 0.0) if full else layer - per_layer)
     logits = engine.logits(share)
     # The loss, and so the forward pass, is complete before a layer is recomputed.

@@ -35,9 +35,9 @@ IDLE_SHARE = 0.05  # of a CPU: below it the main thread does not compute
 START_CALLS = 8  # of a job that is still starting, besides one for each group
 MAX_RANKS = 1 << 17  # maximum number in a job
 _WORDS = read_table(__file__, "why.toml")
-LOST_PEER, TIMED_OUT, IN_CALL, _OF_GPU = (
-    re.compile("|".join(_WORDS["text"][name]), flags)
-    for name, flags in (("lost_peer", re.IGNORECASE), ("timed_out", re.IGNORECASE), ("in_call", 0), ("of_gpu", 0))
+LOST_PEER, TIMED_OUT, IN_CALL, _OF_GPU, PASSES_ON = (
+    re.compile("|".join(_WORDS["text"][name]), re.IGNORECASE if name in ("lost_peer", "timed_out") else 0)
+    for name in ("lost_peer", "timed_out", "in_call", "of_gpu", "passes_on")
 )
 _LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
 # gloo/transport/tcp/pair.cc
@@ -382,8 +382,8 @@ class RunFacts:
         ended = [row.at, f"exit code {row.exit_code}", row.signal, f"pid {row.pid}" * bool(row.pid)] if row else []
         rows = (*evidence, f"torchrun: {', '.join(filter(None, ended))}" if row else "",
                 *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
-                *(f"its {name}: {' < '.join(frames[:4])}" for name, frames in (("own code", own), ("stack", stack))
-                  if frames))  # fmt: skip
+                *(f"its {name}: {' < '.join([one for one in frames if not PASSES_ON.search(one)][:4])}"
+                  for name, frames in (("own code", own), ("stack", stack)) if frames))  # fmt: skip
         kind = activity.kind
         if kind == "gone" and error:
             kind = "cuda" if _OF_GPU.search(error) else "raised"
@@ -433,10 +433,10 @@ def headline(error: str) -> str:
 
 def find_remedy(error: str) -> str:
     """What to do about an exception, by the codes of logs; what its traceback shows if they say no more."""
-    ended = LOG_CODES["python_traceback"]
-    found = min((LOG_CODES[code] for code in find_codes(error.encode(), foreign=True)),
-                key=lambda meaning: meaning.vague, default=ended)  # fmt: skip
-    return find_case(found, error).get("action", found.action if found.vague < ended.vague else ACTIONS["raised"])
+    codes = find_codes(error.encode(), foreign=True) or ("python_traceback",)
+    code = min(codes, key=lambda code: LOG_CODES[code].vague)
+    general = ACTIONS["raised"] if code in ("python_traceback", "job_failed") else LOG_CODES[code].action
+    return find_case(LOG_CODES[code], error).get("action", general)
 
 
 def is_own(error: str) -> bool:

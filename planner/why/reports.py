@@ -19,6 +19,7 @@ from planner.why.facts import (
     LONG_PHASES,
     MAX_RANKS,
     ORDER_SECONDS,
+    PASSES_ON,
     SILENT_RUN_SECONDS,
     STALL_SECONDS,
     TIMED_OUT,
@@ -46,8 +47,7 @@ def judge_clash(facts: RunFacts) -> Verdict | None:
         return None
     # the same call with different numbers: a rank has made one more call than the others
     each = tuple(f"rank {rank} calls {call.words}, number {call.number}" for rank, call in sorted(rows.items()))
-    who = ranks_of(sorted(rows))
-    return facts.named("clash_numbers", who=who, each="; ".join(each[:4]), evidence=each[:8])
+    return facts.named("clash_numbers", who=ranks_of(sorted(rows)), each="; ".join(each[:4]), evidence=each[:8])
 
 
 def judge_models(facts: RunFacts) -> Verdict | None:
@@ -319,7 +319,7 @@ def judge_stacks(facts: RunFacts) -> Verdict | None:
     rows: dict[str, list[str]] = {}
     for name, stack in facts.stacks.items():
         call = next((frame.rpartition(" ")[2] for frame in stack if IN_CALL.search(frame)), "")
-        place = f"a collective ({call})" if call else " < ".join(stack[:8])  # libraries before the user's code
+        place = f"a collective ({call})" if call else " < ".join([f for f in stack if not PASSES_ON.search(f)][:8])
         place = "the backward pass, which computes or waits for the others' gradients" if "backward" in call else place
         rows.setdefault(place, []).append(f"rank {name}" if isinstance(name, int) else name)
     listed = [f"{', '.join(who[:16])}{' ...' * (len(who) > 16)} {'is' if len(who) == 1 else 'are'} in {place}"

@@ -191,6 +191,9 @@ def test_the_user_s_file_is_taken_on_its_own_machine_without_a_hub(tmp_path, mon
         words = ["--lengths", "100:7000,249:473", "--set", f"per_device_train_batch_size={batch}", "-o", "json"]
         done = CliRunner().invoke(launch, ["--config", str(USERS), *A40, "--nodes", "2", "--dry-run", *words])
         memory.append(json.loads(done.stdout)["forecast"]["memory_bytes"]["mid"])
+        assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29400 --nproc-per-node=2 " in done.stderr, (
+            done.stderr
+        )
     assert memory == sorted(set(memory)) and memory[-1] < 48e9, memory
 
 

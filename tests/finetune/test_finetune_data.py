@@ -16,6 +16,7 @@ from finetune import rows as row_reader
 from finetune.rows import IGNORED, Loader, collate, encode, load_tokenizer, pack, prepare
 
 rows = rows_of(__file__)
+programs = rows_of(__file__, "programs.yaml")
 
 pytestmark = pytest.mark.long
 SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
@@ -68,6 +69,17 @@ def test_each_row_shape_is_learnt_from(tokenizer, tmp_path, shape):
         example = encode(row, tokenizer, job(completion_only_loss=True))
         counted = tokenizer.decode([label for label in example.labels if label != IGNORED])
         assert counted == "Oui." + tokenizer.eos_token
+
+
+@each_row(("row", "template", "text", "counted"), rows("spelled"))
+def test_a_row_is_spelled_as_trl_spells_it(row, template, text, counted):
+    """Tools and options reach the template, whose marks decide what counts; a text has one mark of its end."""
+    config = job(chat_template=template, completion_only_loss=counted is not None)
+    tokenizer = load_tokenizer(config)
+    example = encode(row, tokenizer, config)
+    assert tokenizer.decode(example.tokens).removeprefix(tokenizer.bos_token) == text
+    counts = tokenizer.decode([label for label in example.labels if label != IGNORED])
+    assert counts == (tokenizer.decode(example.tokens[1:]) if counted is None else counted)
 
 
 def test_every_assistant_turn_counts(tokenizer):
@@ -210,22 +222,13 @@ def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
         (tmp_path / name).mkdir()
         for split, text in texts.items():
             (tmp_path / name / f"{split}.jsonl").write_text(json.dumps({"text": text}))
-    code = """
-import sys; from contracts.job_config import ConfigError, JobConfig; from finetune import hub, rows; hub.MAX_BYTES = 13
-for word in sys.argv[1:]:
-    name, _, split = word.partition(":")
-    try:
-        print(*rows.find_files(JobConfig(dataset_name=name, dataset_revision="main"), split))
-    except ConfigError as error:
-        print("refused:", error)
-"""
     hub = Hub()
     hub.add("datasets", "org/up", tmp_path / "set", listed=(f"../../../../../../../../{tmp_path}/up.jsonl",))
     hub.add("datasets", "org/root", tmp_path / "set", listed=(f"{tmp_path}/root.jsonl",))
     hub.add("datasets", "org/large", tmp_path / "large")
     asked = ("org/up:train", "org/root:train", "org/large:test", "org/large:train")
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
-    done = interpreter("-c", code, *asked, **environment)
+    done = interpreter("-c", programs("find_files")(), *asked, **environment)
     *found, refused = done.stdout.splitlines()
     names = [[Path(file).name for file in line.split()] for line in found]
     assert names == [["train.jsonl"], ["train.jsonl"], ["test.jsonl"]], done.stderr
