@@ -61,7 +61,8 @@ def build(snapshot: Snapshot) -> NodeTopology:
             nvlink_known=facts is not None and any(gpu.nvlinks_known for gpu in facts.gpus),
             product=host.product if host else None,
         ),
-        is_physical=pci is not None and pci.hypervisor is None,
+        # the processor shows a hypervisor on x86 only
+        is_physical=bool(pci and pci.hypervisor is None and host and host.architecture == "x86_64"),
     )
 
 

@@ -14,7 +14,7 @@ from hardware.machines import Machine
 from hardware.units import gigabits, some
 from probes.api import finding, list_codes
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice
-from topology.derive import find_reference
+from topology.derive import explain_virtual, find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
 from topology.paths import gigabytes, is_behind_own_switch
 
@@ -277,11 +277,12 @@ def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:
 
 
 def _check_virtual(node: NodeTopology) -> Iterator[Finding]:
-    """Report a virtual machine; a note for a scan, where probes.pci judges it and knows NCCL's topology file."""
+    """Report a virtual machine; a note if probes.pci judges it, which knows NCCL's topology file."""
     if node.virtual and len(node.gpus) > 1:
         # a workstation with one host bridge has the same matrix, so the matrix alone is no proof
         is_not = "may not be" if ", or " in node.virtual else "is not"
-        status = Status.INFO if node.source == "probes" else None
+        by_pairs = node.virtual == explain_virtual(node.gpus, node.nics, node.pairs)  # probes.pci saw nothing
+        status = Status.INFO if node.source == "probes" and not by_pairs else None
         evidence = (f"product: {node.product}",) if node.product else ()
         yield finding(TEXTS, "topology.virtual", status, "", evidence, is_not=is_not, virtual=node.virtual)
 
@@ -452,8 +453,9 @@ def _check_reference(
     lost = bool(row.links_per_pair) and gpus_on_bus is not None and gpus_on_bus < row.gpus
     full = min(row.links_per_pair, default=0)
     fewest = min((pair.nvlinks + pair.nvlinks_unread for pair in node.pairs if pair.nvlinks), default=full)
-    left = sum(nic.kind in _RDMA for nic in node.nics) / (row.nics or 1)
-    is_share = of_job and left >= len(node.gpus) / row.gpus
+    nics = sum(nic.kind in _RDMA for nic in node.nics)
+    left = nics / (row.nics or 1)
+    is_share = of_job and len(node.gpus) / row.gpus <= nics / (row.nics or row.gpus) < 1.0  # all NICs are no share
     evidence = (f"reference {row.called}: {row.seen or row.source} ({row.basis})",)
     for kind, departure in _find_departures(node, row):
         few_nics = kind == "devices" and not in_container and left < 1.0  # fewer NICs than GPU traffic needs

@@ -198,7 +198,7 @@ def read_prices(text: str, *, files: bool) -> float | dict[str, float]:
     if not files:
         raise RequestError(f"price={text[:40]!r}: must be a number, of a node-hour")
     if not os.path.isfile(text):
-        raise RequestError(f"price={text[:40]!r}: must be a number, or a YAML file with a number for each machine")
+        raise RequestError(f"price={text[:40]!r}: must be a number, or an existing YAML file with a number per machine")
     with raise_as(RequestError, ConfigError, "--price "):
         raw = read_mapping(Path(text), once=True)
     prices = {}

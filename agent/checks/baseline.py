@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent.base import units
+from agent.base import raise_as, units
 from agent.checks.findings import ORDER
 from agent.checks.host_checks import EXPECT_CODES, make_finding
 from agent.checks.measured import BASELINE
@@ -49,12 +49,9 @@ def read_baseline(path: Path | None, needs: Sequence[str] = ()) -> Baseline:
     """
     if path is None:
         return Baseline()
-    try:
+    lacks = (AttributeError, KeyError, TypeError)  # a member that every report has, or its type
+    with raise_as(GateError, (OSError, ValueError), f"--baseline {path}: "), raise_as(ValueError, lacks, "no report: "):
         baseline = _read_baseline(path)
-    except (AttributeError, KeyError, TypeError) as error:  # a report without a member that every report has
-        raise GateError(f"--baseline {path}: {error!r}") from None
-    except (OSError, ValueError) as error:
-        raise GateError(f"--baseline {path}: {getattr(error, 'strerror', None) or error}") from None
     if needs and not any(getattr(baseline, name) for name in needs):
         listed = " or ".join(_MEMBERS[name] for name in needs)
         raise GateError(f"--baseline {path}: contains no {listed}; give a file that --save of the same command wrote")

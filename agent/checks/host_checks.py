@@ -236,14 +236,11 @@ def with_topology(snapshot: Snapshot, node: NodeTopology) -> Snapshot:
     on_bus = not isinstance(snapshot.outcomes.get("pci"), Absent)
     if pci is not None:
         on_bus = bool(pci_probe.list_gpus(pci) or list_other_gpus(pci))
-
-    def with_roles(facts: RdmaFacts) -> RdmaFacts:
-        return replace(facts, devices=tuple(replace(d, role=find_role(node, d, facts.devices)) for d in facts.devices))
-
     if not node.gpus and not on_bus:
         snapshot = snapshot.with_facts(InterfacesFacts, lambda facts: replace(facts, backend="gloo"))
     snapshot = snapshot.with_facts(LimitsFacts, lambda facts: replace(facts, gpus=len(node.gpus)))
-    return snapshot.with_facts(RdmaFacts, with_roles)
+    return snapshot.with_facts(RdmaFacts, lambda facts: replace(
+        facts, devices=tuple(replace(d, role=find_role(node, d, facts.devices)) for d in facts.devices)))  # fmt: skip
 
 
 def _lower_socket_finding(snapshot: Snapshot, check: Finding) -> Finding:

@@ -149,7 +149,8 @@ def collect_cluster(namespace: str, context: str | None, nodes: Sequence[str]) -
     agents = _list_objects([*base, "get", "pods", "-l", "app.kubernetes.io/name=topoflight"])["items"]
     pods = {str(pod["spec"]["nodeName"]): str(pod["metadata"]["name"]) for pod in agents if pod["spec"].get("nodeName")}
     if unknown := [name for name in nodes if name not in pods]:
-        raise InputError(f"--node {', '.join(unknown)}: no agent's pod there in {namespace}, but on {', '.join(pods)}")
+        seen = units.some([*pods], ", but on ")
+        raise InputError(f"--node {units.some(unknown)}: no agent's pod runs there in namespace {namespace}{seen}")
     selected = {node: pod for node, pod in pods.items() if not nodes or node in nodes}
     hosts: dict[str, Files] = {"cluster": {}}
     for kind in _TABLE["kinds"]:

@@ -21,7 +21,7 @@ FILE_ERRORS = (
     errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG,
 )  # fmt: skip
 
-with open(__file__.replace(".py", ".toml"), "rb") as table:  # noqa: PTH123 - --help needs no pathlib
+with open(__file__.removesuffix("py") + "toml", "rb") as table:  # noqa: PTH123 - --help needs no pathlib
     VERBS: dict[str, tuple[str, str]] = {verb: (module, line) for verb, (module, line) in tomllib.load(table).items()}
 
 

@@ -10,7 +10,7 @@ from agent.base import units
 from agent.checks.expect import NodeExpectation, check_expectations
 from agent.checks.host_checks import CLUSTER_CODES, make_finding
 from agent.checks.verdict import GateError
-from agent.cluster.client import Client, Json, make_path
+from agent.cluster.client import ApiError, Client, Json, make_path
 from agent.cluster.nodes import Fleet, NodeRecord
 from contracts.finding import Finding, Status
 from contracts.host_list import name_in_slurm
@@ -21,12 +21,23 @@ _REMOVED = {"ToBeDeletedByClusterAutoscaler", "karpenter.sh/disrupted", "karpent
 
 def select_nodes(client: Client, names: Sequence[str], selector: str | None) -> dict[str, list[Finding]]:
     """Return the selected nodes with the findings of their Nodes. Raises ApiError, or GateError without any."""
-    nodes = client.items(make_path("v1", "nodes"), {"labelSelector": selector} if selector else None)
-    found = {node["metadata"]["name"]: _check_node_object(node) for node in nodes}
-    if not (names or found):
-        raise GateError(f"--selector {selector}: no node has these labels")
-    gone = Finding(code=_UNREADY, status=Status.UNKNOWN, message="the cluster has no Node of this name")
-    return {name: found.get(name, [replace(gone, node=name)]) for name in names or found}
+    if names:  # a list would have all Nodes of the cluster
+        return {name: _check_node(client, name) for name in names}
+    nodes = client.items(make_path("v1", "nodes"), {"labelSelector": selector})
+    if found := {node["metadata"]["name"]: _check_node_object(node) for node in nodes}:
+        return found
+    raise GateError(f"--selector {selector}: no node has these labels")
+
+
+def _check_node(client: Client, name: str) -> list[Finding]:
+    """Read and check a Node; unknown, with the reason, if there is none of this name or this user may not read it."""
+    try:
+        return _check_node_object(client.get(make_path("v1", "nodes", name)))
+    except ApiError as error:
+        if error.status not in (403, 404):
+            raise
+        why = "the cluster has no Node of this name" if error.status == 404 else f"the Node cannot be read: {error}"
+        return [Finding(code=_UNREADY, status=Status.UNKNOWN, node=name, message=why)]
 
 
 def _check_node_object(item: Json) -> list[Finding]:

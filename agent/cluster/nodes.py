@@ -372,10 +372,6 @@ class Fleet:
         graph = _read_graph(record.facts)
         return graph and replace(graph, hostname=record.name)
 
-    def is_readable(self, record: NodeRecord) -> bool:
-        """Return whether the record has facts of this release; equal machines have equal facts."""
-        return _read_snapshot(record.facts) is not None
-
     def snapshot(self, record: NodeRecord) -> Snapshot:
         """Return what the node's agent read, with the record's name, and networks instead of addresses.
 

@@ -141,11 +141,11 @@ def _list_faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> It
 def _compare_families(fleet: Fleet, records: Iterable[NodeRecord], now: float) -> tuple[diff.FleetFamily, ...]:
     """Compare the reporting nodes with the same GPU model, and return how some of them differ from the majority.
 
-    Equal machines are compared once.
+    Equal machines are compared once. A record without a graph of this release is left out.
     """
     alike: dict[str, tuple[NodeRecord, list[str]]] = {}
     for record in records:
-        if fleet.is_readable(record) and not record.silent(now):
+        if not record.silent(now) and fleet.topology(record):
             alike.setdefault(record.facts or "", (record, []))[1].append(record.name)
     if not alike:
         return ()

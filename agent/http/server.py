@@ -206,8 +206,7 @@ def convert_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        headers = dict(error.headers) if error.headers else None
-        return make_problem(request, error.status_code, str(error.detail), headers)
+        return make_problem(request, error.status_code, str(error.detail), dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -441,10 +440,8 @@ def _add_run_upload(app: FastAPI, state: State) -> None:
     async def post_run(request: Request) -> JSONResponse:
         """Store the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
         who = request.state.user
-        try:
+        with raise_as(partial(ProblemError, 400), ClientDisconnect, "incomplete request body"):
             body = await request.body()
-        except ClientDisconnect:
-            raise ProblemError(400, "incomplete request body") from None
         is_new = await run_in_threadpool(lambda: state.store_run(read_record(body), who))
         log.info("POST /runs by %s: %s", who, "stored" if is_new else "was stored before")
         headers = {"Location": "/runs", "Cache-Control": "no-store"}

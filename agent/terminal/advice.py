@@ -81,11 +81,13 @@ def _print_brief(out: Console, advice: Recommendation) -> None:
 
 
 def _print_title(out: Console, advice: Recommendation, ranked: RankedLayout) -> None:
-    name = advice.model.name if advice.model else "the model"
+    model, train, job = advice.model, advice.train, "the model"
+    if model and train:
+        job = f"{model.name} (method {train.method}, sequence length {train.sequence_length:,})"
     if ranked.why:
         print_bullet(out, "!", escape(ranked.why))
     glyph = mark("unknown", "?") if ranked.forecast.may_not_fit else mark("pass", "✓")
-    out.print(f"[bold]Layout[/bold] for {escape(name)}: {glyph} {format_layout(ranked.layout)}")
+    out.print(f"[bold]Layout[/bold] for {escape(job)}: {glyph} {format_layout(ranked.layout)}")
 
 
 def _print_remarks(out: Console, advice: Recommendation) -> None:

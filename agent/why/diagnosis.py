@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from agent.base import units
+from agent.base import raise_as, units
 from agent.base.options import InputError
 from agent.why.ranks import find_newest_call, read_settled_run
 from collectives.nccl_log import evidence
@@ -224,13 +224,11 @@ def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
 def _read_ras(source: str) -> ras.RasReport:
     """Read a RAS report from a file or a socket."""
     host, colon, port = source.rpartition(":")
-    try:
+    option = f"--ras {source} (must be a file, or HOST:PORT as localhost:28028): "
+    with raise_as(InputError, (OSError, bounded.TooLargeError, ras.RasError), option):
         if not os.path.exists(source) and colon and port.isdecimal() and 0 < int(port[:6]) < 65536:
             return ras.read(ras.ask(host, int(port)))
         return ras.read(bounded.read(source, ras.MAX_BYTES))
-    except (OSError, bounded.TooLargeError, ras.RasError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--ras {source}: {reason}; must be a file, or HOST:PORT as localhost:28028") from None
 
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:

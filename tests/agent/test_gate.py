@@ -195,9 +195,16 @@ def test_a_selector_picks_nodes_by_label(api: ApiServer) -> None:
         api.put("/api/v1/nodes", "", {"kind": "Node", "metadata": {"name": name, "labels": {label: "gpu"}}})
     api.put(NODES, "", to_resource(record_of("cpu-only-vm", "bare", scanned_at_seconds=time.time()))[1])
     assert "no GPU; RDMA none: bare" in preflight("--nodes", "bare").stdout
+    assert not [path for _, path in api.requests if "/api/v1/nodes?" in path], "few Nodes are read by their names"
     for selector, named in (("pool=gpu", False), (f"!{role}", False), (f"{role}=gpu", True)):
         done = preflight("--selector", selector)
         assert (done.exit_code, "cluster.node.silent" in done.stdout) == (3, named), (selector, done.output)
+    api.forbidden = {"/api/v1/nodes"}
+    done = preflight("--nodes", "good", "-o", "json")
+    assert done.exit_code == 0 and "the Node cannot be read: the API server says 403" in done.stdout, (
+        "its record decides"
+    )
+    assert preflight("--selector", "pool=gpu").exit_code == 1
 
 
 def test_a_server_that_is_busy_twice_is_asked_again_and_an_empty_variable_is_refused(api: ApiServer) -> None:

@@ -195,7 +195,7 @@ def test_twelve_lines_on_a_healthy_thing_and_the_answer_on_the_first(name: str, 
     if verb != "recommend":
         assert re.match(r"(✓ pass|\? unknown) .*→ ", " ".join(lines[:3])), lines[0]
     elif options:
-        assert lines[0].startswith("Layout for Qwen2.5-0.5B: ✓ ")
+        assert lines[0].startswith("Layout for Qwen2.5-0.5B (method lora, sequence length 2,048): ✓ ")
         labels = [line.split()[0] for line in lines[1:] if re.match(r"  \w", line)]  # a long line goes on further right
         assert labels[:4] == ["speed", "time", "cost", "memory"]
     else:
@@ -274,7 +274,9 @@ def test_a_layout_whose_memory_may_not_fit_has_no_check_mark(tmp_path: Path) -> 
     for words, glyph in (("--lengths 100:900", "✓"), (f"--config {job}", "?")):
         asked = ("recommend", "--machine", "p4d.24xlarge", "--model", "Llama-3.1-8B", *words.split())
         lines = topoflight(*asked).stdout.splitlines()
-        assert any(line.startswith(f"Layout for Llama-3.1-8B: {glyph} ") for line in lines), lines
+        assert any(
+            line.startswith("Layout for Llama-3.1-8B (method lora, ") and f": {glyph} " in line for line in lines
+        ), lines
 
 
 HOSTILE = "<script>alert(1)</script> ]]> \x00\x1b[31m & \"quotes\" 'and' | pipes `ticks`\ud800".encode(

@@ -98,6 +98,7 @@ ENDLESS: dict[str, Callable[[int], str]] = {
     "long lines in loops": lambda n: "for a in {1..60}; do for b in {1..60}; do x " + "a " * 20 * n + "; done; done\n",
     "skipped in loops": lambda n: "for a in {1..60}; do continue\n" + "NCCL_X=1 " * 16 * n + "\ndone\n",
     "sums": lambda n: "((" + "a=1," * 8 * n + "a=1))\n", "blanks": lambda n: "echo '$" + " " * 40 * n + "'\n",
+    "groups": lambda n: "workerGroupSpecs:\n" + (" " * n + "x\n") * 4 + "export NCCL_X=1\n",
     "NUL": lambda n: "\0" * 40 * n, "unknown names": lambda n: "".join(f"NCCL_A{i}=1\n" for i in range(20 * n)),
     "texts": lambda n: "A='x '\n" + 'A="$A$A"\n' * 14 + 'eval "$A"\n' * n,
     "names": lambda n: "export" + "".join(f" NCCL_A{i}=1" for i in range(n)) + "".join(

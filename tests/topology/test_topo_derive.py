@@ -62,6 +62,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 SEVEN = node(7, dict.fromkeys(combinations(range(7), 2), "NV18"), model=H100)
 RAILS = {(i, f"n{i}"): "PIX" for i in range(7)}
 SEVEN_RAILS = node(7, dict.fromkeys(combinations(range(7), 2), "NV18") | RAILS, model=H100, nics=[n for _, n in RAILS])
+SEVEN_OF_EIGHT = replace(SEVEN_RAILS, nics=(*SEVEN_RAILS.nics, replace(SEVEN_RAILS.nics[0], name="n7")))  # GPU lost
 CUT_OFF = node(8, {key: "NV18" for key in combinations(range(8), 2) if 3 not in key}, capability=(9, 0))
 FOUR_NICS = ("n0", "n1", "n2", "n3")
 TIED = {(i, f"n{j}"): "PIX" if i // 2 == j // 2 else "NODE" for i in range(4) for j in range(4)}
@@ -127,12 +128,17 @@ def test_what_follows_from_the_pairs():
         "PCIe cards are no HGX": (find_reference(node(8, {}, model="NVIDIA H100 PCIe")), None),
         "an HGX that lost a GPU is still one": (complete(SEVEN).sku, "HGX H100/H200"),
         "the pod of a job may have requested seven and their NICs": (
-            [[f.status for f in check(SEVEN_RAILS, of_job=pod) if "mismatch" in f.code] for pod in (True, False)],
-            [["info"], ["warn"]]),
+            [[f.status for f in check(made, of_job=pod) if "mismatch" in f.code]
+             for made, pod in ((SEVEN_RAILS, True), (SEVEN_RAILS, False), (SEVEN_OF_EIGHT, True))],
+            [["info"], ["warn"], ["warn"]]),
         "and its loss is reported": ("This node has 7 GPUs, HGX H100/H200 has 8" in describe_departures(SEVEN), True),
         "PHB everywhere is a hypervisor's, unless the host is known to be physical": (
             [complete(replace(ONE_BRIDGE, virtual=None), is_physical=known).virtual is None for known in (False, True)],
             [False, True]),
+        "only probes.pci makes it a note": (
+            [[f.status for f in check(replace(ONE_BRIDGE, source="probes", virtual=why)) if "virtual" in f.code]
+             for why in (ONE_BRIDGE.virtual, "every device sits on its own root (KVM)")],
+            [["warn"], ["info"]]),
         "an HGX without NVLink": (codes(node(8, {}, model=H100)), [("topology.nvlink.down_hgx", "")]),
         "a board of unknown model may be one": (
             [codes(with_nics(model)) for model in ("NVIDIA X900", "NVIDIA H20-3e", "NVIDIA RTX PRO 6000 Blackwell")],
