@@ -197,9 +197,9 @@ class BlockedCalls:
         return next((candidate for candidate in ends if candidate.op != call.op), None)
 
     def _find_leavers(self, rank: int, call: Call) -> list[int]:
-        """Return the other ranks that have left a rank's call. If they wrote later, the rank may have left it, too."""
+        """Return the other ranks that are past a rank's call. If they wrote later, the rank may be past it, too."""
         return [other for other, trace in self.traces.items() if other != rank and not call.p2p
-                and trace.newest_in(call.group) >= call.number and trace.has_left(call)]  # fmt: skip
+                and trace.newest_in(call.group) > call.number and trace.has_left(call)]  # fmt: skip
 
     def _is_over(self, rank: int, call: Call) -> bool:
         """Whether another rank, which has written since this one did, has left the call: this wait is an old one."""
