@@ -70,7 +70,8 @@ def slurm_cluster(folder: Path, nodes: int = 2, more: str = "", hosts: netns.Rig
     )
     config = folder / "slurm.conf"
     controller = f"{at[0][0]}({at[0][1]})" if hosts else "localhost"
-    config.write_text(CONFIG.format(folder=folder, controller=controller, port=ports[0], rows=rows, more=more))
+    template = Path(__file__).with_name("slurm.conf").read_text()
+    config.write_text(template.format(folder=folder, controller=controller, port=ports[0], rows=rows, more=more))
     environment = {**os.environ, "SLURM_CONF": str(config), "PATH": PATH}
     cluster = Slurm(folder=folder, environment=environment, hosts=hosts)
     munge = folder / "munge"
@@ -112,29 +113,3 @@ def _process(cluster: Slurm, *words: str, number: int = 0) -> Iterator[None]:
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
-
-
-CONFIG = """\
-ClusterName=rig
-SlurmctldHost={controller}
-SlurmctldPort={port}
-FirstJobId={port}
-SlurmUser=root
-AuthInfo=socket={folder}/munge/s,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-JobAcctGatherType=jobacct_gather/none
-SlurmctldTimeout=30
-MessageTimeout=100
-KillWait=5
-{more}
-{rows}
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
