@@ -73,10 +73,7 @@ def inline(text: str) -> Markup:
 def render_headline(group: FindingGroup) -> Markup:
     """Return the device and the fault: "GPU5: the driver cannot reach this GPU"."""
     message = group.message if group.alike else group.message.split(";")[0]
-    first = group.checks[0].subject
-    if first and (len(group.subjects) == 1 or not group.alike):
-        return with_subject(first, message)
-    return inline(message)
+    return with_subject(group.checks[0].subject if len(group.subjects) == 1 or not group.alike else "", message)
 
 
 def with_subject(subject: str, message: str) -> Markup:
@@ -101,7 +98,8 @@ def environment() -> Environment:
              group_rows)  # fmt: skip
     result.filters.update({function.__name__: function for function in plain})
     result.filters.update(
-        kind=_kind, glyph=GLYPHS.__getitem__, outcome=lambda outcome: Markup("<br>").join(describe_outcome(outcome)),
+        kind=lambda label: f"k-{'nv' if nvlinks(label) else level(label).lower()}",  # style class of a link's label
+        glyph=GLYPHS.__getitem__, outcome=lambda outcome: Markup("<br>").join(describe_outcome(outcome)),
         tilde=lambda value: "unknown" if value is None else f"{value:,.0f}", counted=units.count,
         need=plan_words.describe_need, settings_as=render_settings,
     )  # fmt: skip
@@ -146,22 +144,15 @@ def _layouts(advice: Recommendation) -> dict[str, Any]:
     """Return the best layouts and their common scales, so that bars can be compared visually."""
     ranked: Sequence[RankedLayout] = [r for r in (advice.chosen, *advice.runners_up) if r is not None][:_SHOWN_LAYOUTS]
     forecasts = [r.forecast for r in ranked]
-    capacity = max((f.capacity_bytes for f in forecasts if f.capacity_bytes), default=None)
-    memory = [sum(p.value for p in f.memory_parts) for f in forecasts]
+    memory = [max(sum(p.value for p in f.memory_parts), f.capacity_bytes or 0.0) for f in forecasts]
     return {
         "ranked": ranked,
         # every name once, in order of first appearance, because its position determines its color in every bar
         "time_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.time_parts if p.value > 0)),
         "memory_names": tuple(dict.fromkeys(p.name for f in forecasts for p in f.memory_parts if p.value > 0)),
         "time_full": max((sum(p.value for p in f.time_parts) for f in forecasts), default=1.0),
-        "memory_full": max([*memory, capacity or 0.0], default=1.0),
+        "memory_full": max(memory, default=1.0),
     }
-
-
-def _kind(label: str) -> str:
-    """Return the style class of a link's label, which sets the brightness of its cell."""
-    word = "nv" if nvlinks(label) else level(label).lower()
-    return f"k-{word}" if word in ("nv", "pix", "pxb", "phb", "node", "sys") else ""
 
 
 # The drawing of a node: the topology, with glyphs for findings.

@@ -466,6 +466,9 @@ def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, render
             raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
         if query.method == "full" and "lora_rank" in query.model_fields_set:
             raise ProblemError(400, "lora_rank and method=full cannot be combined")
+        unused = query.model_fields_set & {"lengths", "rows", "epochs", "price", "steps", "tokens", "hours"}
+        if query.model is None and unused:  # as `topoflight recommend` rejects them
+            raise ProblemError(400, f"{' and '.join(sorted(unused))}: without model there is no layout to forecast")
         options = tuple((name, getattr(query, name)) for name in FIELDS)
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)
 

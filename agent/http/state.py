@@ -175,7 +175,7 @@ class Publisher:
             self._client.close()
 
     def _loop(self) -> None:
-        failures = 0
+        failures, logged, repeat_at = 0, "", 0.0
         self._stop.wait(random.uniform(0.0, self._look))  # noqa: S311 - a rollout starts all agents at once
         while not self._stop.is_set():
             pause = self._look
@@ -186,10 +186,12 @@ class Publisher:
                     self.write(record)
                     if failures:
                         log.warning("publish: the record is written again")
-                    failures = 0
+                    failures, logged = 0, ""
             except ApiError as error:
                 self.tally["publish_failures_total", error.reason] += 1
-                log.warning("publish: %s", error)
+                if error.reason != logged or time.monotonic() >= repeat_at:  # attempts follow each other closely
+                    log.warning("publish: %s", error)
+                    logged, repeat_at = error.reason, time.monotonic() + MISSING_SECONDS
                 pause = MISSING_SECONDS if error.status == 404 else choose_backoff(failures, error.retry_after)
                 failures += 1
             except Exception:
