@@ -146,6 +146,7 @@ class RankMonitor(threading.Thread):
     def run(self) -> None:
         """Sample until the end; what cannot be read or written is left out, and the job continues."""
         written, has_met = 0.0, False
+        self.write()  # from now on, a process of an earlier start that still runs writes no more
         # at uneven times: samples in step with the steps of the job would always see the same phase
         while not self.over.wait(INTERVAL_SECONDS * self.random.uniform(0.5, 1.5)):
             if self.file != STATE.format(rank=self.rank) and self._has_started_ranks():
@@ -329,6 +330,9 @@ class RankMonitor(threading.Thread):
 
     def _replace(self, name: str, text: bytes) -> None:
         draft = self.folder / f".{name}.draft"
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            if json.loads((self.folder / self.file).read_bytes())["marks"][0]["at"] > self.marks[0]["at"]:
+                return  # this rank has been started again: a launcher that is killed may leave its ranks behind
         with contextlib.suppress(OSError):
             self.uncounted -= draft.write_bytes(text)
             draft.replace(self.folder / name)
@@ -435,11 +439,8 @@ def _answer_of(place: str, before: str) -> str:
 
 
 def _walk_stack(frame: FrameType | None) -> list[Frame]:
-    frames: list[Frame] = []
-    while frame is not None and len(frames) < _DEEPEST:
-        frames.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))  # None between two lines
-        frame = frame.f_back
-    return frames
+    rows = itertools.islice(traceback.walk_stack(frame), _DEEPEST) if frame is not None else ()
+    return [(one.f_code.co_filename, line or 0, one.f_code.co_name) for one, line in rows]  # None between two lines
 
 
 def _find_thread_work() -> str:
@@ -490,10 +491,9 @@ def _count_collectives() -> tuple[int, str | None]:
                 for group in groups]  # fmt: skip
     except Exception:  # noqa: BLE001 - any release of torch, with or without a recorder
         return 0, None
-    if any(started > completed for _, started, completed in rows):
-        return sum(row[0] for row in rows), "started"
+    started = any(started > completed for _, started, completed in rows)
     called = any(started < 0 and enqueued > completed for enqueued, started, completed in rows)
-    return sum(row[0] for row in rows), "called" if called else ""
+    return sum(row[0] for row in rows), "started" if started else "called" if called else ""
 
 
 def _list_groups() -> dict[str, tuple[int, ...]]:

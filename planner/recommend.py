@@ -30,7 +30,7 @@ from planner.forecast.memory import checkpoint_bytes, memory_of
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
 from planner.nccl_env import environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, make_situation
-from planner.search import Candidate, Planned, Ranking, difference_sigma, first_broken, fitting, search, usual_options
+from planner.search import Candidate, Planned, Ranking, difference_sigma, fitting, list_broken, search, usual_options
 from planner.stacks import find_engine
 from planner.stacks.exports import list_unwritten
 from probes.api import Snapshot
@@ -51,7 +51,8 @@ _FINETUNE_BATCH = 64
 _FINETUNE_RANKS = 32  # full training on more ranks is assumed to be pre-training
 _TOKENS_PER_STEP = ((20e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
 
-
+AS_REQUESTED = "the requested settings"  # rejected if the job's own settings cannot run
+ROWS = "the rows "  # start of every unknown about row lengths in the data set
 _text = read_texts(__file__, "recommend.toml")
 MeasuredStep = tuple[Mapping[str, Any], float]  # (fields of its layout, seconds)
 
@@ -108,9 +109,9 @@ def unjudged(cluster: ClusterTopology) -> str:
 
 
 def _get_capability(cluster: ClusterTopology) -> tuple[int, int] | None:
-    gpu = next(iter(cluster.nodes[0].gpus), None)
-    entry = find_gpu(gpu.model) if gpu else None
-    return (gpu.compute_capability if gpu else None) or (entry.compute_capability if entry else None)
+    gpus_found = {(gpu.model, gpu.compute_capability) for node in cluster.nodes for gpu in node.gpus}
+    found = {probed or getattr(find_gpu(model), "compute_capability", None) for model, probed in gpus_found}
+    return min((each for each in found if each), default=None)  # all ranks run what the oldest GPU can
 
 
 def _get_host_memory(cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> float | None:
@@ -218,9 +219,12 @@ def plan(
     models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
     if len(models) > 1:
         unknowns.append(_text("mixed_gpus", models=", ".join(map(str, models))))
-    most_gpus = max(sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes)
-    if has_gpu and links.ranks_per_node < most_gpus:
-        unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=most_gpus))
+    counts = [sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes]  # a catalogue's: of the job
+    counts += [row.gpus for row in catalogue() if row.name == cluster.nodes[0].sku and not snapshots]
+    if has_gpu and links.ranks_per_node < max(counts):
+        unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=max(counts)))
+    if model.towers:
+        unknowns.append(_text("towers", model=model.name, towers=" and ".join(model.towers)))
     if longer := sum(rows for length, rows in train.length_histogram if length > train.sequence_length):
         rows = sum(rows for _, rows in train.length_histogram)
         unknowns.append(_text("cut_rows", longer=longer, rows=rows, tokens=train.sequence_length))
@@ -341,7 +345,7 @@ def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
     """
     candidate, budget = planned.candidate(layout), planned.budget
     needs = candidate.memory.total
-    broken = first_broken(planned.job, layout)
+    broken = next(list_broken(planned.job, layout), None)
     reason = f"breaks {broken.rule}: {broken.reason}" if broken else ""
     if not reason and budget is not None and needs > budget:
         reason = _text("does_not_fit", missing=(needs - budget) / GIB, budget=budget / GIB)
@@ -416,7 +420,7 @@ def recommend(
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
         job, layout = planned.job, winner.layout
-        helps = helps_most(job, best[0], planned.capacity)
+        helps = (*_suggest_batch(planned, best[0]), *helps_most(job, best[0], planned.capacity))
         captured = job.engine.uses_cuda_graph(job.model, layout)
         unknowns += [_text("cuda_graph", settings=" ".join(job.engine.cuda_graph_arguments))] * captured
         unknowns += _name_sync_setting(job, layout)
@@ -440,12 +444,6 @@ def recommend(
         helps_most=helps, unknowns=tuple(unknowns),
         slowed=planned.slowed, healthy=healthy,
     )  # fmt: skip
-
-
-AS_REQUESTED = "the requested settings"  # rejected if the job's own settings cannot run
-
-
-ROWS = "the rows "  # start of every unknown about row lengths in the data set
 
 
 def _choose_for_shorter_rows(planned: Planned, result: Ranking) -> tuple[Ranking, str]:
@@ -489,6 +487,17 @@ def _list_other_batches(planned: Planned) -> Iterator[int]:
     while batch < planned.world:
         batch *= 2
         yield batch
+
+
+def _suggest_batch(planned: Planned, winner: Candidate) -> Iterator[str]:
+    """Yield the next global batch that all ranks divide, if the same tokens take less time with it."""
+    batch = math.ceil(planned.global_batch / planned.world) * planned.world
+    if planned.global_batch < batch <= 2 * planned.global_batch:
+        job = replace(planned.job, train=replace(planned.job.train, global_batch=batch))
+        for best in search(replace(planned, job=job, global_batch=batch)).best[:1]:
+            gain = 1.0 - best.seconds / batch * planned.global_batch / winner.seconds
+            if best.layout.data_parallel == planned.world and gain >= 0.02:  # as in helps_most
+                yield _text("divisible_batch", batch=batch, ranks=planned.world, family=best.layout.family, gain=gain)
 
 
 def _explain_refusal(planned: Planned, result: Ranking) -> Rejected:

@@ -37,11 +37,6 @@ def list_broken(job: Job, layout: Layout) -> Iterator[Violation]:
     yield from list_broken_by_batch(job, layout)
 
 
-def first_broken(job: Job, layout: Layout) -> Violation | None:
-    """Return the first rule that a layout violates."""
-    return next(list_broken(job, layout), None)
-
-
 def list_broken_by_degrees(job: Job, layout: Layout) -> Iterator[Violation]:
     """Yield the violated rules that need no whole layout, so they can already reject a degree."""
     yield from check_split(job.engine, job.model, layout)
@@ -332,8 +327,9 @@ def search(planned: Planned, fixed: Mapping[str, object] | None = None, *, surel
     """
     job, capacity = planned.job, planned.capacity
     fixed = planned.requested if fixed is None else fixed
-    if not surely:  # try the options that save most memory first
-        fixed = {"checkpointing": job.engine.checkpointing[-1], **fixed}
+    if not surely:  # the options that save most memory
+        batch = {} if "gradient_accumulation" in fixed else {"micro_batch": 1}
+        fixed = {"checkpointing": job.engine.checkpointing[-1], **batch, **fixed}
     budget = bytes_that_fit(job, capacity, surely=surely) if capacity else None
     state = _Search(planned=planned, job=job, named=fixed, budget=budget)
     options: dict[str, Any] = {name: fixed[name] for name in ("checkpointing", "compile") if name in fixed}
@@ -489,9 +485,9 @@ def choose_simplest(job: Job, candidates: Sequence[Candidate]) -> Candidate:
     """Return, from layouts as fast as the fastest within the forecast error, the one with fewest complications.
 
     Of equally simple layouts, it is the fastest; of equally fast ones (within `TIE`), the one with the least risk.
-    Layouts that need more memory than there is are left out where any other is a candidate.
+    Layouts that need more memory than there is are left out; if all do, it is the one that needs least.
     """
-    candidates = [each for each in candidates if not each.over] or candidates
+    candidates = [each for each in candidates if not each.over] or [min(candidates, key=lambda c: c.memory.total)]
     first = min(candidates, key=lambda c: c.seconds)
     near = [c for c in candidates if math.log(c.seconds / first.seconds) <= difference_sigma(job, c, first)]
     fewest = min(len(c.list_complications(job.links)) for c in near)
@@ -540,5 +536,5 @@ def _list_lighter(job: Job, base: Layout, fixed: Mapping[str, object], after: La
         return
     for target in job.engine.offloads:
         layout = replace(base, checkpointing=recompute, offload=target)
-        if fixed.get("offload", target) == target and first_broken(job, layout) is None:
+        if fixed.get("offload", target) == target and not any(list_broken(job, layout)):
             yield layout

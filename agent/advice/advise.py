@@ -187,7 +187,7 @@ def suggest_changes(request: Request, snapshots: Sequence[Snapshot]) -> tuple[st
     """
     train, nodes, batch = request.train, request.nodes or max(1, len(snapshots)), request.train.global_batch or 0
     ranks = sum(len(node.gpus) for node in request.cluster(snapshots).nodes) if batch else 0
-    adapters = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}[train.method]
+    adapters = {"full": ("lora", "qlora"), "lora": ("full", "qlora"), "qlora": ("lora", "full")}[train.method]
     halves = [train.sequence_length >> n for n in range(1, 16)]
     batches: _Changes = [{"global_batch": batch << n} for n in range(1, 24) if batch << n <= ranks]
     methods: _Changes = [{"method": method} for method in adapters]

@@ -143,7 +143,6 @@ def get(name: str, hostname: str | None = None) -> NodeTopology:
 
 
 _NETWORK = re.compile(r"(?:(\d{1,2})x)?(\d{1,6}(?:\.\d{1,3})?)([GMT])(?:b/s|bps|bit)?", re.IGNORECASE)
-TRANSPORTS = ("rdma", "tcp")
 
 
 def network_bytes_per_second(network: str) -> float:
@@ -161,8 +160,6 @@ def over_network(cluster: ClusterTopology, network: str, transport: str | None =
     The default `transport` is that of the nodes, else TCP. Raises MachineError.
     """
     bytes_per_second = network_bytes_per_second(network)
-    if transport is not None and transport not in TRANSPORTS:
-        raise MachineError(f"transport={transport!r}: must be one of {', '.join(TRANSPORTS)}")
     if len(cluster.nodes) < 2:
         raise MachineError(f"network={network!r}: joins nodes, and this is one; name how many")
     if cluster.inter_node_transport == "nvlink":

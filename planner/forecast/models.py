@@ -1,8 +1,8 @@
 """Models: creates a `ModelSpec` from a Hugging Face config.json or a known name.
 
 Surface: the configuration keys of transformers' Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, GPT-2, Phi3,
-Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite, MiniMax-M2, OLMo2
-and OLMo3 classes (text models only). models.toml has the shapes of known names and the defaults of the classes.
+Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V3, gpt-oss, Llama4, GLM, GLM4, GLM4-MoE, Granite, MiniMax-M2, OLMo2,
+OLMo3 and SmolLM3 classes (text parts only). models.toml has the shapes of known names and the defaults of the classes.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: 
     """
     if not isinstance(config, Mapping):
         raise ModelError("config.json: must be a JSON object")
+    towers = tuple(name for name in ("vision", "audio") if config.get(f"{name}_config"))
     inner = config.get("text_config")
     if isinstance(inner, Mapping) and "hidden_size" not in config:  # multi-modal models nest the language model here
-        config = {"model_type": config.get("model_type", ""), **inner}
+        config = {**{name: config[name] for name in ("model_type", "tie_word_embeddings") if name in config}, **inner}
     kind = str(config.get("model_type", "")).lower()
     family = _TABLES["other_types"].get(kind, kind)
     if family in _FAMILIES["hybrids"]:
@@ -107,8 +108,8 @@ def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: 
         config = _rename_sizes(config)
     elif not is_known:
         raise ModelError(f"config.json: model_type={kind!r}: known are {', '.join(sorted(_TABLES['default']))}")
-    passed_over = dict.fromkeys(_TABLES["passed_over"].get(family, ()))
-    config = {**_TABLES["default"].get(family, {}), **config, **passed_over}
+    read = {name: value for name, value in config.items() if name not in _TABLES["passed_over"].get(family, ())}
+    config = {**_TABLES["default"].get(family, {}), **read}
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
     hidden, heads, head_dim, kv_heads = _read_heads(config, family)
     ffn = _whole(
@@ -116,7 +117,7 @@ def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: 
         default=4 * hidden if family == "gpt2" else None,
     )  # fmt: skip
     window, sliding = _read_window(config, family, layers)
-    tied = config.get("tie_word_embeddings")
+    quantised = config.get("quantization_config")
     latent = _TABLES["latent"] if family == "deepseek_v3" else {}
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or kind),
@@ -128,16 +129,17 @@ def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: 
         head_dim=head_dim,
         ffn=ffn,
         vocab=_whole(config, ("vocab_size",)),
-        tied_embeddings=bool(tied) if tied is not None else family in {"gpt2", "gemma", "gemma2", "gemma3"},
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
         gated_mlp=family != "gpt2" if is_known else config["gated_mlp"],
-        attention_bias=_has_attention_bias(config, family),
+        attention_bias=bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias")),
         qk_norm=family == "glm4_moe" and bool(config.get("use_qk_norm")),
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
         max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=0) or None,
         rope_types=_read_rope_types(config),
         sliding_window=window,
         sliding_layers=sliding,
-        quantised=_read_quantisation(config),
+        quantised=str(quantised.get("quant_method") or "unknown method") if isinstance(quantised, Mapping) else "",
+        towers=towers,
         **{name: _whole(config, (key,), default=0 if name == "q_rank" else None) for name, key in latent.items()},
         **_read_mixture(config, family, layers, ffn),
     )
@@ -157,12 +159,6 @@ def _rename_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(hidden := renamed.get("hidden_size"), int):
         renamed.setdefault("intermediate_size", 4 * hidden)
     return renamed
-
-
-def _read_quantisation(config: Mapping[str, Any]) -> str:
-    """Return how the weights are quantised ("gptq", "mxfp4"); "" if they are not."""
-    kind = config.get("quantization_config")
-    return str(kind.get("quant_method") or "in an unknown way") if isinstance(kind, Mapping) else ""
 
 
 def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int) -> dict[str, Any]:
@@ -203,12 +199,6 @@ def _read_heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, 
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     return hidden, heads, head_dim, kv_heads
-
-
-def _has_attention_bias(config: Mapping[str, Any], family: str) -> bool:
-    if family in _FAMILIES["biased"] or family in _FAMILIES["unbiased"]:
-        return family in _FAMILIES["biased"]
-    return bool(config.get("qkv_bias" if family == "qwen2_moe" else "attention_bias"))
 
 
 def _read_rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -302,6 +302,7 @@ class ModelSpec:
     rope_types: tuple[str, ...] = ("default",)  # RoPE types, as in config.json
     sliding_window: int | None = None
     quantised: str = ""  # quantisation method of the weights, such as "gptq"; "": none
+    towers: tuple[str, ...] = ()  # parts of a multi-modal model that are not in this shape: "vision", "audio"
     sliding_layers: int | None = None  # number of sliding layers; None: all, in Gemma 2 every other
 
 

@@ -23,6 +23,10 @@ class Topoflight(Fsdp):
         """Return why a layout is unsupported: models it cannot train, or parts its plans and schedules cannot split."""
         if model.family not in TRAINED:
             return f"topoflight trains {', '.join(TRAINED)} models, not {model.family}"
+        if model.towers:
+            return f"topoflight trains language models, not models with a {' and '.join(model.towers)} tower"
+        if train.optimizer != "adamw":
+            return f"topoflight trains with adamw, not {train.optimizer}"
         if unknown := set(model.rope_types) - set(ROPE_TYPES):
             return f"topoflight supports rope_type {', '.join(ROPE_TYPES)}, not {min(unknown)!r}"
         if layout.pp > 1 and model.tied_embeddings:
@@ -123,7 +127,9 @@ class Trl(Fsdp):
     """
 
     def refuses(self, model: ModelSpec, train: TrainSpec, layout: Layout) -> str | None:
-        """Context parallelism ignores masks, so accelerate refuses sliding windows (_attach_context_parallel_hooks)."""
+        """Accelerate refuses CP with sliding windows (_attach_context_parallel_hooks), and TP or CP with plain DDP."""
+        if layout.tp * layout.cp > 1 and layout.dp_replicate > 1 and layout.dp_shard == 1:
+            return f"{self.name} supports TP and CP with FSDP or HSDP, not with DDP"
         if layout.cp > 1 and model.sliding_window:
             return f"{self.name} does not support CP for a model with a sliding window"
         return super().refuses(model, train, layout)

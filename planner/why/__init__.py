@@ -67,8 +67,7 @@ def _report_no_fault(facts: RunFacts) -> Verdict:
     if not facts.traces and not facts.states:
         line = "no fault found in what was read"
     verdict = Verdict(state="fine", line=line)
-    mute = [(rank, one) for rank in facts.states if (one := facts.activity(rank)).kind == "silent"]
-    if mute:
+    if mute := [(rank, one) for rank in facts.states if (one := facts.activity(rank)).kind == "silent"]:
         verdict = make_open_verdict([f"rank {rank} {activity.words}" for rank, activity in mute], mute[0][1].grace)
     questions = {"calls": not facts.traces, "states": not facts.states, "process": mute}
     for key in filter(questions.get, questions):

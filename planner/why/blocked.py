@@ -19,6 +19,7 @@ from planner.why.facts import (
     LONGER,
     LOOK_SECONDS,
     MAX_RANKS,
+    STALE_SECONDS,
     STALL_SECONDS,
     START_CALLS,
     Activity,
@@ -73,7 +74,9 @@ class BlockedCalls:
             if call is not None and not facts.has_moved_on(rank) and not self._is_over(rank, call):
                 self.waits[rank] = self._wait(rank, call)
         self._shorten_waits_for_the_last()
-        self.age = max((wait.seconds for wait in self.waits.values()), default=0.0)  # seconds of the longest wait
+        # seconds of the longest wait; dumps of one request are made within seconds, and a wait may end between them
+        waits = [wait for rank, wait in self.waits.items() if not self._find_leavers(rank, wait.call)]
+        self.age = max((wait.seconds for wait in waits), default=0.0)
         self.mismatches += self._find_mismatches()
         behind = self._find_late()
         # in a call that all ranks of the group have come to
@@ -118,8 +121,7 @@ class BlockedCalls:
         trace, began = self.traces[rank], call.created or self._last_written(rank)
         wait = Wait(call=call, seconds=self._last_written(rank) - began, ago=self._ago(rank, began), here={rank})
         named = self._members(rank, call.group)
-        callers = {other for other, one in self.traces.items() if call.group and one.has_called_in(call.group)}
-        inside = named or callers
+        inside = named or {other for other, one in self.traces.items() if call.group and one.has_called_in(call.group)}
         if call.p2p:
             inside = {rank, sorted(named)[call.peer]} if call.peer is not None and call.peer < len(named) else {rank}
         wait.size = 2 if call.p2p else len(named) if named else trace.sizes.get(call.group)
@@ -152,8 +154,9 @@ class BlockedCalls:
     def _has_come(self, other: int, rank: int, wait: Wait) -> bool | None:
         """Whether a rank has entered a rank's call; None if no source shows it. A log without it proves nothing."""
         call, facts, trace, state = wait.call, self.facts, self.traces.get(other), self.facts.states.get(other)
-        # what a rank wrote before the wait began says nothing of the wait
-        is_old = rank in facts.states and state is not None and facts.ages.get(other, 0.0) > wait.ago
+        # what a rank wrote before the wait began says nothing of the wait, nor does a rank of a later start
+        is_old = rank in facts.states and state is not None and (facts.ages.get(other, 0.0) > wait.ago or (
+            bool(state.marks) and self._ago(other, state.marks[0].at) < wait.ago - STALE_SECONDS))  # fmt: skip
         if call.p2p:
             posted = self._find_other_end(rank, call, other) is not None
             return True if posted else None if trace is None or trace.partial or is_old else False
@@ -193,14 +196,15 @@ class BlockedCalls:
         ends = (one for one in trace.calls if one.p2p and not one.done and one.group == call.group and one.peer == peer)
         return next((candidate for candidate in ends if candidate.op != call.op), None)
 
+    def _find_leavers(self, rank: int, call: Call) -> list[int]:
+        """Return the other ranks that are past a rank's call. If they wrote later, the rank may be past it, too."""
+        return [other for other, trace in self.traces.items() if other != rank and not call.p2p
+                and trace.newest_in(call.group) > call.number and trace.has_left(call)]  # fmt: skip
+
     def _is_over(self, rank: int, call: Call) -> bool:
         """Whether another rank, which has written since this one did, has left the call: this wait is an old one."""
-        ages = self.facts.ages
-        return not call.p2p and any(
-            ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS and trace.newest_in(call.group) > call.number
-            and trace.has_left(call)
-            for other, trace in self.traces.items() if other != rank
-        )  # fmt: skip
+        ages, leavers = self.facts.ages, self._find_leavers(rank, call)
+        return any(ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS for other in leavers)
 
     def _shorten_waits_for_the_last(self) -> None:
         """A call that all have entered can proceed only after the last rank came: from then on its time counts."""
@@ -333,8 +337,7 @@ class BlockedCalls:
         If all may, and the others gave up, the timeout was short; they are named as what was waited for.
         """
         facts, activities = self.facts, self.what
-        accused = [rank for rank in sorted(ranks) if self.age >= activities[rank].grace]
-        accused = accused or sorted(ranks)
+        accused = [rank for rank in sorted(ranks) if self.age >= activities[rank].grace] or sorted(ranks)
         causes = [facts.cause_of(rank, activities[rank], self.wait) for rank in accused]
         failed = any(cause.code == "rank.gone" for cause in causes) or any(facts.outlived(rank) for rank in accused)
         return facts.verdict("failed" if failed else "stuck", *causes, waiting=self.waiting)
@@ -400,10 +403,9 @@ class BlockedCalls:
             f"match, or a GPU that hangs in number {min(here)}"
             for group, here in numbers.items() if len(here) > 1
         ]  # fmt: skip
-        evidence = tuple(dict.fromkeys((self.wait, *apart)))[:4]
         unknown_part = unknown_part if unseen else "the rank that has not entered is unknown"
         return facts.named("rank_unknown", waiting=self.waiting, waits="; ".join(self._describe(self.waiting)),
-                           evidence=evidence, rest=unknown_part)  # fmt: skip
+                           evidence=tuple(dict.fromkeys((self.wait, *apart)))[:4], rest=unknown_part)  # fmt: skip
 
     def _find_circle(self) -> tuple[int, ...]:
         """Return the ranks of a cycle, each of which waits for another of them."""

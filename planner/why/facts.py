@@ -334,7 +334,9 @@ class RunFacts:
         if state is None or now.kind not in ("data", "workers", "compute", "idle", "io", "collective") or not begun:
             return now
         until = state.written + self.ages.get(rank, 0.0)  # a file may be older than those of the ranks that wait
-        old = next((mark for mark in reversed(state.marks) if mark.at <= begun), Mark(at=until))
+        if state.written - begun < now.grace:  # time without samples is no time at one place
+            now = now._replace(grace=min(now.grace + until - state.written, self.limit))
+        old = next((one for one in reversed(state.marks) if one.at <= begun), Mark(at=begun if state.marks else until))
         looks = {phase: n - old.samples.get(phase, 0) for phase, n in state.samples.items()}
         # a call that holds the GIL prevents looks
         if sum(looks.values()) * LOOK_SECONDS < (until - old.at) / 2:

@@ -105,13 +105,12 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
         return facts.verdict("slow", *causes, ranks=ranks, waiting=others)
     if not_at_fault:
         return Verdict(state="fine", line=f"no fault: {not_at_fault[0]}", not_at_fault=tuple(not_at_fault))
-    open_rows = [row for row in late_rows if row.seconds_left < MAX_SECONDS_LEFT]
-    if not open_rows:
+    row = min(late_rows, key=lambda late: late.seconds_left, default=None)
+    if row is None or row.seconds_left >= MAX_SECONDS_LEFT:
         return None
-    one = min(open_rows, key=lambda row: row.seconds_left)
-    line = (f"not distinguishable yet: rank {one.rank} works in {one.work:.0%} of the time, the others in "
-            f"{max(0.0, one.usual):.0%}, and the margin is {one.margin:.0%}; if this continues, it will be in about "
-            f"{max(1.0, one.seconds_left, lacking[one]):.0f} s")  # fmt: skip
+    line = (f"not distinguishable yet: rank {row.rank} works in {row.work:.0%} of the time, the others in "
+            f"{max(0.0, row.usual):.0%}, and the margin is {row.margin:.0%}; if this continues, it will be in about "
+            f"{max(1.0, row.seconds_left, lacking[row]):.0f} s")  # fmt: skip
     return Verdict(state="fine", line=line)
 
 

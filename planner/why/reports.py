@@ -153,10 +153,9 @@ def judge_joins(facts: RunFacts) -> Verdict | None:
     if overfull is not None:
         state = "failed" if overfull.over else "stuck"
         return facts.named("too_many", state=state, joined=overfull.joined, world=overfull.world)
-    short = [join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MAX_RANKS]
-    if not short:
+    join = next((join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MAX_RANKS), None)
+    if join is None:
         return None
-    join = short[0]
     state, count = "failed" if join.over else "stuck", f"{join.joined} of {join.world} ranks have joined"
     waiting = tuple(sorted(join.ranks))
     missing = tuple(rank for rank in range(join.world) if rank not in join.ranks)
@@ -254,8 +253,7 @@ def judge_states(facts: RunFacts) -> Verdict | None:
     """Use rank states without calls: ranks that have ended, are stopped, or are silent while others still write."""
     what = {rank: facts.activity(rank) for rank in facts.states}
     waited = tuple(sorted(facts.gave_up))
-    busy = {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}
-    if busy:
+    if busy := {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}:
         wait = f"rank states: {ranks_of(waited)} timed out waiting"
         if all(activity.kind in LONG_PHASES for activity in busy.values()):
             return facts.blame_timeout(busy, wait, waited)

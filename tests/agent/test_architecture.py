@@ -16,7 +16,6 @@ from rigs.tables import ROOT, each_row, rows_of
 
 from agent.cli.main import VERBS
 
-programs = rows_of(__file__, "verb_imports.yaml")
 PACKAGES = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 )
@@ -35,13 +34,23 @@ def test_the_pictures_arrows_are_the_real_imports() -> None:
 H100 = str(ROOT / "tests/machines/hgx-h100-8xH100-8hca.json")
 MATRIX = str(ROOT / "tests/golden/hgx-h100-8xH100-8hca/topology.txt")
 SERVERS = {"fastapi", "starlette", "uvicorn", "jinja2", "kubernetes", "prometheus_client", "torch", "numpy"}
+CODE = """
+import sys
+from agent.cli.main import main
+sys.argv = ["topoflight", *sys.argv[1:]]
+try:
+    main()
+except SystemExit:
+    pass
+print("\\n== modules", *sys.modules)
+"""
 MARK = "== modules"
 
 
-@each_row(("words", "without"), programs("verbs"))
+@each_row(("words", "without"), rows_of(__file__, "verb_imports.yaml")("verbs"))
 def test_a_verb_loads_what_it_needs(words: str, without: list[str]) -> None:
     """No server, no other verb's readers; what is named with a package covers what lies in it."""
-    done = python(programs("a_verb")(), *words.format(H100=H100, MATRIX=MATRIX).split(), given="NCCL_DEBUG=INFO\n")
+    done = python(CODE, *words.format(H100=H100, MATRIX=MATRIX).split(), given="NCCL_DEBUG=INFO\n")
     found = set(done.stdout.rpartition(MARK)[2].split())
     assert "agent.cli.main" in found
     assert not {name.split(".")[0] for name in found} & SERVERS
@@ -49,10 +58,26 @@ def test_a_verb_loads_what_it_needs(words: str, without: list[str]) -> None:
     assert not unneeded, sorted(unneeded)
 
 
+SERVE = """
+import sys
+sys.path.insert(0, "tests")
+from rigs.agents import agent
+from probes.registry import ALL
+from probes.scanner import Scanner
+with Scanner(probes=ALL) as scanner:
+    scraped = agent(scanner.scan())
+scraped.get("/metrics")
+print([name for name in ("rich", "jinja2", "pynvml", "psutil") if name in sys.modules])
+asked = agent()
+[asked.get(path) for path in ("/", "/topology", "/metrics", "/preflight", "/recommendations?model=Llama-3.1-8B")]
+print([name for name in ("torch", "kubernetes", "transformers", "numpy") if name in sys.modules])
+"""
+
+
 @pytest.mark.long
 def test_the_resident_process_imports_neither_torch_nor_kubernetes() -> None:
     """In a fresh interpreter that has served every endpoint; nothing that draws, and no driver, for a scrape alone."""
-    assert python(programs("a_scrape")()).stdout.split() == ["[]", "[]"]
+    assert python(SERVE).stdout.split() == ["[]", "[]"]
 
 
 def test_an_agent_that_nobody_has_asked_has_loaded_neither_pages_nor_drivers() -> None:

@@ -142,6 +142,18 @@ def test_openapi_is_the_committed_one(client: TestClient, golden: Callable[..., 
     golden("openapi.json", document, digest=True)
 
 
+HELD = """
+import builtins, os, time
+real = builtins.__import__
+def held(name, *rest, **more):
+    if name.partition('.')[0] in ('uvicorn', 'fastapi'):
+        while not os.path.exists(os.environ['OPEN']):
+            time.sleep(0.01)
+    return real(name, *rest, **more)
+builtins.__import__ = held
+"""
+
+
 def connects(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -152,7 +164,7 @@ def connects(port: int) -> bool:
 
 def test_who_asks_while_the_agent_is_loading_waits_and_is_answered(tmp_path):
     """On a slow disk the libraries take seconds: the kubelet's first question is not refused meanwhile."""
-    (tmp_path / "sitecustomize.py").write_text(rows("held_imports")())
+    (tmp_path / "sitecustomize.py").write_text(HELD)
     opened, port = tmp_path / "open", free_port()
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", "OPEN": str(opened)}
     command = [sys.executable, "-m", "agent.cli", "serve", "--host", str(path_of()), "--port", str(port),

@@ -183,11 +183,21 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     assert "rank " in record["reason"] and record["reason"].endswith(": ValueError: no such layer"), record["reason"]
 
 
+STARVE = """
+def starve():  # one CPU for all threads of this rank, of which gloo's come last
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
+        if "gloo" in pathlib.Path(f"/proc/self/task/{thread}/comm").read_text():
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+starve()
+"""
+
+
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_a_script_ends_well_where_gloos_threads_get_no_cpu(tmp_path: Path) -> None:
     """Plain python aborts then: such a thread comes to release its tensors while the interpreter is finalized."""
-    (tmp_path / "sft.py").write_text(SFT.replace("history, began", rows_of(__file__)("starve")() + "history, began", 1))
+    (tmp_path / "sft.py").write_text(SFT.replace("history, began", f"{STARVE}history, began", 1))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, "output_dir": str(tmp_path / "out")}))
     ranks, port = [], free_port()
     for rank in ("0", "1"):

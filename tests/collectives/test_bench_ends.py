@@ -163,7 +163,15 @@ def test_sigkill_of_the_parent_takes_the_ranks_with_it_and_frees_the_lock(tmp_pa
 
 def test_a_tree_ends_with_its_orphans_and_with_those_that_are_stopped(tmp_path):
     """One child has lost its parent, one ignores SIGTERM, one is stopped; the command itself has ended."""
-    code = rows_of(__file__, "programs.yaml")("orphans")()
+    code = """
+import os, signal, subprocess, sys
+sleep = "import signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN) if sys.argv[1:] else None; "
+sleep += "print(1, flush=True); time.sleep(600)"
+for words in ((), ("deaf",), ()):
+    child = subprocess.Popen([sys.executable, "-c", sleep, *words], stdout=subprocess.PIPE, start_new_session=True)
+    child.stdout.readline()
+os.kill(child.pid, signal.SIGSTOP)
+"""
     with (tmp_path / "log").open("wb") as log:
         tree = processes.Tree([STARTED, "-c", code], os.environ, log)
     assert tree.process.wait(300) == 0

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 from rigs.command import TORCHRUN, interpreter, python
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, each_row
 
 from finetune import channels
 from finetune.channels import gloo_transports, planned_channels, read_log, record
 
-programs = rows_of(__file__, "programs.yaml")
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 INFO = "node-a:4711:4720 [0] NCCL INFO "
 
@@ -158,6 +157,26 @@ def test_the_reader_of_the_log_brings_no_torch():
     python("import sys; import finetune.channels; sys.exit('torch' in sys.modules)")
 
 
+RANK = """
+import json, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from contracts import plain
+from contracts.job_config import JobPlan
+from contracts.run_record import EffectiveLayout, RunLayout, RunRecord
+from finetune import verify
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+os.environ |= {"NCCL_HOSTID": f"host{rank}", "NCCL_DEBUG_FILE": f"{sys.argv[1]}/rank{rank}.log"}
+layout = RunLayout(effective=EffectiveLayout(backend="nccl"))
+record = RunRecord(plan=JobPlan(transport={"network": "IB"}), layout=layout)
+wrong = verify.record_transports(record)
+Path(f"{sys.argv[1]}/told{rank}").write_text(json.dumps([plain.write(record.nccl), wrong]))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
@@ -165,7 +184,7 @@ def test_one_rank_over_sockets_stops_all_ranks_alike(tmp_path):
     """Each reads its own log, and all come to the same answer; the gathering is gloo's, as under CUDA."""
     for rank, network in enumerate(("IB", "Socket")):
         written(tmp_path, "2.27", network, gdr=False).rename(tmp_path / f"rank{rank}.log")
-    (tmp_path / "rank.py").write_text(programs("held_to_the_plan")())
+    (tmp_path / "rank.py").write_text(RANK)
     done = interpreter(*TORCHRUN, "--nproc_per_node=2", tmp_path / "rank.py", tmp_path, seconds=500)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(2))
@@ -212,12 +231,36 @@ def test_connections_between_ranks_are_told_with_their_interface(first, second, 
     assert gloo_transports(ranks) == told
 
 
+GLOO_RANK = """
+import json, os, sys, time
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+from finetune import channels, verify
+rank, number = int(os.environ["RANK"]), Path(sys.argv[1])
+while rank and not number.exists():  # rank 0 holds the store, at a port that is free as it is taken
+    time.sleep(0.05)
+port = int(number.read_text()) if rank else 0
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(minutes=5), wait_for_workers=False)
+if rank == 0:
+    number.with_suffix(".draft").write_text(str(store.port))
+    number.with_suffix(".draft").replace(number)
+os.environ["MASTER_PORT"] = str(store.port)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+seen = verify._gather(0) and verify._gather(channels.read_gloo_connections())
+if dist.get_rank() == 0:
+    print(json.dumps(channels.gloo_transports(seen)))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.ranks
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.timeout(600)
 def test_the_connections_of_real_ranks_are_found(tmp_path):
     """Two ranks over lo without torchrun, where rank 0 holds the store itself."""
-    (tmp_path / "rank.py").write_text(programs("gloo_connections")())
+    (tmp_path / "rank.py").write_text(GLOO_RANK)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     env.pop("MASTER_PORT", None)
     argv = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "port")]

@@ -16,7 +16,6 @@ from finetune import rows as row_reader
 from finetune.rows import IGNORED, Loader, collate, encode, load_tokenizer, pack, prepare
 
 rows = rows_of(__file__)
-programs = rows_of(__file__, "programs.yaml")
 
 pytestmark = pytest.mark.long
 SUM = {"question": "What is 2 + 3?", "answer": "2 + 3 = 5"}
@@ -222,13 +221,22 @@ def test_files_of_a_hub_that_are_not_downloaded(tmp_path):
         (tmp_path / name).mkdir()
         for split, text in texts.items():
             (tmp_path / name / f"{split}.jsonl").write_text(json.dumps({"text": text}))
+    code = """
+import sys; from contracts.job_config import ConfigError, JobConfig; from finetune import hub, rows; hub.MAX_BYTES = 13
+for word in sys.argv[1:]:
+    name, _, split = word.partition(":")
+    try:
+        print(*rows.find_files(JobConfig(dataset_name=name, dataset_revision="main"), split))
+    except ConfigError as error:
+        print("refused:", error)
+"""
     hub = Hub()
     hub.add("datasets", "org/up", tmp_path / "set", listed=(f"../../../../../../../../{tmp_path}/up.jsonl",))
     hub.add("datasets", "org/root", tmp_path / "set", listed=(f"{tmp_path}/root.jsonl",))
     hub.add("datasets", "org/large", tmp_path / "large")
     asked = ("org/up:train", "org/root:train", "org/large:test", "org/large:train")
     environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "cache")}
-    done = interpreter("-c", programs("find_files")(), *asked, **environment)
+    done = interpreter("-c", code, *asked, **environment)
     *found, refused = done.stdout.splitlines()
     names = [[Path(file).name for file in line.split()] for line in found]
     assert names == [["train.jsonl"], ["train.jsonl"], ["test.jsonl"]], done.stderr

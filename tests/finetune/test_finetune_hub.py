@@ -15,13 +15,12 @@ import torch
 import transformers
 import yaml
 from rigs.hub import Hub, parquet
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from finetune.checkpoint import SaveError
 
-programs = rows_of(__file__, "programs.yaml")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
 JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text())
 SMALL, JOB = JOBS["small"], JOBS["job"]
@@ -30,6 +29,48 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content | trim + '<|eot|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+# One interpreter for each hub and cache, as their variables are read while libraries are imported, which takes longer
+# than the training itself. It runs the jobs of each line of standard input in forks, one fork for each rank.
+DRIVER = """
+import ctypes, json, os, subprocess, sys, traceback
+import accelerate, peft, transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
+from finetune import train
+
+def run(jobs, log):
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1), os.dup2(file, 2)
+    for name, argv, env in jobs:
+        if small := env.pop("SMALL_DISK", None):  # a mount that this fork alone sees
+            assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS, sched.h
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=120k", "tmpfs", small], check=True)
+        for key, value in env.items():
+            os.environ.pop(key, None)
+            if value is not None:
+                os.environ[key] = value
+        print(f"=== {name}", file=sys.stderr, flush=True)
+        try:
+            code = train.main(argv)
+        except BaseException as error:
+            traceback.print_exc()
+            code = repr(error)
+            if train.dist.is_initialized():
+                train.dist.destroy_process_group()
+        print("DONE " + json.dumps(code), file=sys.stderr, flush=True)
+
+for line in sys.stdin:
+    forks = []
+    for jobs, log in json.loads(line):
+        forks.append(os.fork())
+        if not forks[-1]:
+            try:
+                run(jobs, log)
+            finally:
+                os._exit(0)
+    for fork in forks:
+        os.waitpid(fork, 0)
+    print("OVER", flush=True)
+"""
 
 
 def tokenizer_of(folder, unused=0):
@@ -149,8 +190,8 @@ class Driver:
         self.home = home
         with (home / "driver").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", programs("hub_driver")()], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=log, text=True, cwd=ROOT, env=env,
+                [sys.executable, "-c", DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                cwd=ROOT, env=env,
             )  # fmt: skip
 
     def __enter__(self):

@@ -20,7 +20,7 @@ import torch
 import yaml
 from filled import filled_model
 from rigs.command import python
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, each_row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
@@ -40,7 +40,6 @@ from planner.forecast.models import read_model
 from planner.forecast.specs import TrainSpec
 from planner.stacks import TOPOFLIGHT
 
-programs = rows_of(__file__, "programs.yaml")
 pytestmark = pytest.mark.long
 ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
 SMALL = ROWS["small"]
@@ -388,13 +387,56 @@ def test_a_packed_row_trains_as_under_the_mask_of_transformers():
 
 
 LONG = 128 * 1024
+SCRIPT = f"""
+import torch
+from finetune.model import attend, find_documents
+from finetune.recorder import highest_rss_bytes  # unlike ru_maxrss not that of the process that started this one
+torch.set_num_threads(1)
+positions = torch.arange({LONG})[None] % 1024
+q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))
+before = highest_rss_bytes()
+attend(None, q, k, v, None, documents=find_documents(positions))[0].sum().backward()
+print(highest_rss_bytes() - before)
+"""
 
 
 def test_a_row_of_128k_tokens_takes_no_memory_of_its_square():
     """Forward and backward: a mask of one byte would be 16 GiB; what is stored has the row's length."""
-    done = python(programs("long_row")(), str(LONG))
+    done = python(SCRIPT)
     row = LONG * (4 + 2 + 2) * 16 * 4  # queries, keys and values
     assert int(done.stdout) < 12 * row < LONG**2 / 16
+
+
+CODE = """
+import json, sys, torch
+from filled import filled_model
+
+from contracts.job_config import JobConfig
+from finetune.model import cut
+from finetune.rows import collate, load_tokenizer, prepare
+
+torch.set_num_threads(1)
+told = []
+for kind in ("fp32", "lora", "bf16", "autocast"):
+    for fused in (False, True):
+        config = JobConfig(
+            model_name_or_path="random:micro-llama", dataset_rows=4, max_length=32, use_peft=kind == "lora", lora_r=4
+        )
+        rows, _ = prepare(config, "train", load_tokenizer(config))
+        batch = collate(rows, 4, 32, 2)
+        (chunk,) = cut(filled_model(config), [(0, 4)], [0], fused_loss=fused)
+        if kind == "bf16":
+            chunk = chunk.to(torch.bfloat16)
+        if kind == "autocast":
+            chunk.autocast = torch.bfloat16
+        loss = chunk(batch.tokens, batch.positions, batch.labels).sum()
+        loss.backward()
+        grads = [p.grad.float().flatten() for p in chunk.parameters() if p.grad is not None]
+        told.append((float(loss.detach()), torch.cat(grads)))
+    (plain, left), (fused, right) = told[-2:]
+    print("TOLD " + json.dumps([kind, plain, fused, float((left - right).norm() / left.norm())]))
+print("USED " + json.dumps("liger_kernel.ops.fused_linear_cross_entropy" in sys.modules))
+"""
 
 
 @pytest.mark.triton
@@ -406,8 +448,7 @@ def test_liger_s_loss_and_gradients_are_those_of_the_plain_path():
         pytest.skip(f"not installed: {', '.join(absent)} (pip install triton liger-kernel, 290 MB; no GPU needed)")
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/finetune"), *sys.path[1:]])
     env = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
-    words = [sys.executable, "-c", programs("liger")()]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=env, timeout=280)
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, cwd=ROOT, env=env, timeout=280)
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
     assert [kind for kind, *_ in lines] == ["fp32", "lora", "bf16", "autocast"], done.stderr[-3000:]
     assert "USED true" in done.stdout

@@ -23,6 +23,21 @@ rows = rows_of(__file__)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900), pytest.mark.usefixtures("forked_ranks")]
 PYTHON = sys.executable  # which starts torchrun and its ranks, where a pod of `forked_ranks` has them forked
+# A rank without torch: it tells that it runs, and ends as its file says.
+RANK = """
+import os, pathlib, signal, sys, time
+place = pathlib.Path(sys.argv[1])
+rank = os.environ["RANK"]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0 if (place / "done").exists() else 75))
+(place / f"up-{rank}-{os.getpid()}").touch()
+(place / f"restarts-{os.environ.get('TOPOFLIGHT_RESTARTS')}").touch()
+while True:
+    time.sleep(0.02)
+    if (end := place / f"end-{rank}").exists() and (code := end.read_text()):  # empty until it is written
+        sys.exit(int(code))
+    if (place / "end").exists():
+        sys.exit(0)
+"""
 JOB = Path(__file__).with_name("pods_job.yaml").read_text(encoding="utf-8")
 
 
@@ -79,7 +94,7 @@ def rig(tmp_path):
 @pytest.fixture
 def scripted(rig, tmp_path):
     """Two pods whose ranks end as they are told, with the record that rank 0 would have."""
-    (tmp_path / "rank.py").write_text(rows_of(__file__, "programs.yaml")("pods_rank")())
+    (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "run.json").write_text(json.dumps({"status": "running", "exit_code": None}))
 
     def make(**options):

@@ -17,7 +17,16 @@ from agent.advice.request import Request
 from agent.jobs import launch
 from planner.recommend import checkpoint_to_save
 
-programs = rows_of(__file__, "programs.yaml")
+JOB = """
+import pathlib, signal, sys, time
+
+def stop(*_):
+    {stop}
+
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path("{ready}").touch()
+time.sleep(30)
+"""
 RECORDS = {
     "saves": "pathlib.Path('{record}').write_text('{{\"exit_code\": 75}}'); print('saved', flush=True); sys.exit(1)",
     "is done": "pathlib.Path('{record}').write_text('{{\"exit_code\": 0}}'); sys.exit(1)",
@@ -39,7 +48,7 @@ def sigterm_once(ready):
 def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
     """A job that ends as torchrun does, with 1; SIGTERM comes once it is ready."""
     ready, record = folder / "ready", folder / "run.json"
-    text = programs("saves")().format(stop=RECORDS[does].format(record=record), ready=ready)
+    text = JOB.format(stop=RECORDS[does].format(record=record), ready=ready)
 
     if sigterm:
         sigterm_once(ready)
@@ -76,6 +85,17 @@ def test_a_job_that_ends_by_itself_was_not_cut_short(tmp_path):
     assert (done.ending, done.cut_short) == ("the job ended with exit code 3", "")
 
 
+# As torchrun is: told to end, it gives its ranks no long time (30 s in torch 2.13; none here).
+LAUNCHER = """
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", {job!r}])
+
+def stop(*_):
+    rank.kill(); sys.exit(1)
+
+signal.signal(signal.SIGTERM, stop)
+sys.exit(1 if rank.wait() else 0)
+"""
 SLOW = "time.sleep(1.5); pathlib.Path('{record}').write_text('{{\"exit_code\": 75}}'); sys.exit(1)"
 
 
@@ -83,11 +103,11 @@ SLOW = "time.sleep(1.5); pathlib.Path('{record}').write_text('{{\"exit_code\": 7
 def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
     """Their launcher is not told to end while they do, and after the time all of it is ended, which is said."""
     ready, record = tmp_path / "ready", tmp_path / "run.json"
-    job = programs("saves")().format(stop=SLOW.format(record=record), ready=ready)
+    job = JOB.format(stop=SLOW.format(record=record), ready=ready)
 
     sigterm_once(ready)
     began = time.time() - 1
-    words = [sys.executable, "-c", programs("launcher")().format(job=job)]
+    words = [sys.executable, "-c", LAUNCHER.format(job=job)]
     made = launch.run(words, dict(os.environ), tmp_path, 30.0, lambda _line: None, grace_seconds=grace_seconds)
     own = launch.run_record.read_exit_code(record, made.exit_code, began, cut_short=True)
     assert made.killed is (grace_seconds == 1) and record.exists() is not made.killed

@@ -16,31 +16,57 @@ import psutil
 import pytest
 import resident
 from load_served import H100, Served, connect, get_of, read
-from rigs.tables import rows_of
 from rigs.waiting import eventually
 from starlette.requests import Request
 
 from agent.http.worker import ProblemError, Worker
 
-programs = rows_of(__file__, "programs.yaml")
 pytestmark = pytest.mark.long
 
 MAX_WAITING = 8
 LONGEST_SECONDS = 20.0  # a busy machine takes its time to start the process, which is scheduled last
 IDLE_SECONDS = 6.0
+# The agent with two endpoints and its worker with two questions more: one that has no end, and one that has an error.
+ASKED_TOO = """
+import time
+from agent.http import worker
+def endless(known, number):
+    while True:  # a quarter of a core
+        sum(range(1_000_000))
+        time.sleep(0.05)
+def wrong(known):
+    raise ZeroDivisionError
+worker.QUESTIONS.update(endless=endless, wrong=wrong)
+worker.main()
+"""
+AGENT = f"""
+import sys
+from pathlib import Path
+from fastapi import Request
+from agent.http import serve
+from agent.base.options import read_snapshots
+from probes.registry import ALL
+from agent.http import server, state, worker
+worker.COMMAND = sys.executable, "-P", "-c", {ASKED_TOO!r}
+worker.MAX_WAITING, worker.MAX_SECONDS, worker.IDLE_SECONDS = {MAX_WAITING}, {LONGEST_SECONDS}, {IDLE_SECONDS}
+shared = worker.Worker()
+view = state.State(lambda: read_snapshots((Path(sys.argv[2]),), ALL), interval_seconds=3600)
+app = server.create(view, worker=shared)
+@app.get("/endless")
+async def endless(request: Request, number: int = 0):
+    return server.respond(await shared.ask(request, "endless", view=view.view, number=number))
+@app.get("/wrong")
+async def wrong(request: Request):
+    return server.respond(await shared.ask(request, "wrong", view=view.view))
+serve.listen(app, serve.bind("127.0.0.1", int(sys.argv[1])))
+"""
 CHEAP = "/recommendations?model=Llama-3.1-8B&nodes={}"
-
-
-def command_of(port: int) -> list[str]:
-    """An agent with two more endpoints, whose worker has two more questions."""
-    limits = programs("two_questions_more")(), MAX_WAITING, LONGEST_SECONDS, IDLE_SECONDS
-    return [sys.executable, "-c", programs("agent_with_limits")(), str(port), str(H100), json.dumps(limits)]
 
 
 @pytest.fixture(scope="module")
 def agent(tmp_path_factory):
     port, log = resident.free_port(), tmp_path_factory.mktemp("agent") / "log"
-    with resident.process(command_of(port), log=log) as one:
+    with resident.process([sys.executable, "-c", AGENT, str(port), str(H100)], log=log) as one:
         resident.wait(port, "/readyz", one)
         yield Served(one.pid, port, log)
 
@@ -150,7 +176,7 @@ def test_it_ends_with_the_agent(tmp_path: Path) -> None:
     """In the middle of a question, whether the agent is told to end or killed."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         port = resident.free_port()
-        with resident.process(command_of(port), log=tmp_path / "log") as one:
+        with resident.process([sys.executable, "-c", AGENT, str(port), str(H100)], log=tmp_path / "log") as one:
             resident.wait(port, "/readyz", one)
             served = Served(one.pid, port)
             with ask(served, "/endless"):
@@ -159,6 +185,16 @@ def test_it_ends_with_the_agent(tmp_path: Path) -> None:
                 os.kill(one.pid, how)
                 eventually(lambda process=process: not process.is_running(), "the worker has gone too")
                 one.wait(60)
+
+
+SILENT = """
+import sys
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[1]))
+pipe.send_bytes(b"ready")
+while pipe.recv():
+    pass
+"""
 
 
 async def leave_and_stop() -> tuple[list[str], list[object]]:
@@ -192,7 +228,7 @@ async def leave_and_stop() -> tuple[list[str], list[object]]:
 
 def test_no_traceback_of_a_client_that_left_and_an_answer_for_those_that_wait_at_the_end(monkeypatch) -> None:
     """Asyncio logs an exception that nobody reads; a question that is cancelled would end its request without words."""
-    monkeypatch.setattr("agent.http.worker.COMMAND", (sys.executable, "-P", "-c", programs("silent_worker")()))
+    monkeypatch.setattr("agent.http.worker.COMMAND", (sys.executable, "-P", "-c", SILENT))
     logged, refused = asyncio.run(leave_and_stop())
     assert not logged
     assert [getattr(error, "status", error) for error in refused] == [503, 503]

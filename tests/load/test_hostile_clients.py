@@ -23,9 +23,22 @@ from rigs.waiting import eventually
 
 from agent.http.access import HEAD_BYTES
 
-programs = rows_of(__file__, "programs.yaml")
 pytestmark = pytest.mark.long
 
+QUICK = """
+import sys
+from agent.http import serve
+from agent.base.options import read_snapshots
+from agent.http.access import LimitedProtocol
+from probes.registry import ALL
+from agent.http.state import State
+from pathlib import Path
+port, LimitedProtocol.most_connections, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+LimitedProtocol.seconds = {"head": seconds, "next head": 2 * seconds, "body": seconds, "reader": seconds}
+state = State(lambda: read_snapshots((Path(sys.argv[4]),), ALL), interval_seconds=3600)
+app = serve.build_application(state, serve.ServeOptions(**serve.serve.make_context("serve", []).params))
+serve.listen(app, serve.bind("127.0.0.1", port))
+"""
 SECONDS = 2.0  # that a request may take to arrive, instead of the agent's own limit
 PLACES = 40
 HEAD_END = b"\r\n\r\n"  # of an answer: the connection may stay
@@ -43,7 +56,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The same listener with shorter limits, so that a test need not wait for them."""
     port, log = resident.free_port(), tmp_path_factory.mktemp("agent") / "log"
-    command = [sys.executable, "-c", programs("impatient_agent")(), str(port), str(PLACES), str(SECONDS), str(H100)]
+    command = [sys.executable, "-c", QUICK, str(port), str(PLACES), str(SECONDS), str(H100)]
     with resident.process(command, log=log) as one:
         resident.wait(port, "/readyz", one)
         yield Served(one.pid, port, log)

@@ -30,7 +30,7 @@ from planner.forecast.links import Links, Speed
 from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import compare, forecast_layout, forecast_named, frontier, plan, recommend
-from planner.search import Candidate, first_broken, list_broken, search
+from planner.search import Candidate, list_broken, search
 from planner.stacks import ENGINES, exports, find_engine
 from planner.stacks.exports import FORMATS, export, settle_layout
 
@@ -96,7 +96,7 @@ DDP = {"world_size": 8, "dp_replicate": 8, "sharding": "ddp"}
 )
 def test_the_first_rule_that_a_layout_breaks(engine, settings, layout, says):
     """Its name and reason; none where the layout is allowed."""
-    broken = first_broken(job(engine, **settings), Layout(**layout))
+    broken = next(list_broken(job(engine, **settings), Layout(**layout)), None)
     assert bool(broken) == bool(says), broken
     assert [words for words in says if words not in ": ".join(broken or ())] == [], broken
 
@@ -119,8 +119,8 @@ def test_megatron_may_leave_the_first_and_the_last_chunk_without_layers() -> Non
     given = job("megatron", "Llama-3.1-405B")
     layout = Layout(world_size=16, pp=16, virtual_stages=8, schedule="interleaved", stage_layers=stages,
                     gradient_accumulation=16)  # fmt: skip
-    assert first_broken(given, layout) is None
-    assert first_broken(replace(given, engine=ENGINES["torchtitan"]), layout) == (
+    assert not any(list_broken(given, layout))
+    assert next(list_broken(replace(given, engine=ENGINES["torchtitan"]), layout)) == (
         "enough-layers", "PP=16 x 8 chunks need more layers than the model's 126"
     )  # fmt: skip
 

@@ -134,19 +134,21 @@ def opened(traces: dict[int, RankTrace], *ranks: int, at: float | None = None) -
     return found
 
 
-def test_a_wait_that_is_over_by_a_newer_dump_is_none() -> None:
-    """Ranks 0 and 2 have gone on since ranks 1 and 3 wrote that all wait for rank 2."""
-    newest = {0: 34, 1: 30, 2: 34, 3: 30}
-    traces = opened(dumps({rank: [START + n for n in range(1, last + 1)] for rank, last in newest.items()}), *newest)
-    states = {r: RankState(rank=r, host="a", written=START + 56, calls=n) for r, n in newest.items()}
-    facts = RunFacts(traces=traces, states=states, world=4, now=START + 56, ages={0: 0.0, 1: 8.0, 2: 0.0, 3: 8.0})
-    assert judge(facts).state == "fine"
-    as_new = judge(replace(facts, ages={}))
-    assert as_new.state == "stuck", "these two are still in a call that all have entered"
+@each_row(("older", "seconds", "named"), rows("straddles"))
+def test_a_wait_that_ended_between_two_dumps_accuses_nobody(older, seconds, named):
+    """A call takes 20 s. Rank 1 writes its calls just before its end, the others after it, in the next."""
+    at = {0: START, 1: START - older, 2: START}
+    rows = {rank: [START - 100 + n for n in range(1, 32 if rank == 1 else 33)] for rank in at}
+    traces = opened(opened(dumps(rows), 0, 2, at=START - seconds), 1, at=at[1] - 20)
+    traces = {rank: replace(trace, taken=at[rank]) for rank, trace in traces.items()}
+    states = {rank: RankState(rank=rank, host="a", written=at[rank], calls=len(rows[rank])) for rank in rows}
+    found = judge(RunFacts(traces=traces, states=states, world=3, now=START, ages={1: older}))
+    assert (found.state, found.ranks) == ("stuck" if named else "fine", tuple(named)), found.line
 
 
-@each_row(("seconds", "resent", "state", "named", "words"), rows("unwritten"))
-def test_a_rank_that_has_not_written_since_the_others_wait(seconds, resent, state, named, words):
+@each_row(("seconds", "until", "since", "resent", "state", "named", "words"), rows("unwritten"))
+def test_time_without_samples_is_no_time_in_which_a_rank_is_stuck(seconds, until, since, resent, state, named, words):
+    """Samples are counted once a second, and a mark is made every ten seconds."""
     now = START + 1000
     rows = {rank: [now - seconds - 40 + n for n in range(1, 31 if rank == 2 else 32)] for rank in range(4)}
     traces = opened(dumps(rows), 0, 1, 3, at=now - seconds)
@@ -155,8 +157,13 @@ def test_a_rank_that_has_not_written_since_the_others_wait(seconds, resent, stat
                         addresses=(f"10.0.0.{rank}",), held={"10.0.0.2": resent}, resent={"10.0.0.2": resent})
         for rank in rows
     }  # fmt: skip
-    states[2] = replace(states[2], written=now - seconds - 5, phase="compute")
-    found = judge(RunFacts(traces=traces, states=states, world=4, now=now, ages={2: seconds + 5}))
+    states[2] = replace(states[2], written=now - seconds + until, phase="compute")
+    if since is not None:
+        marks = [Mark(at=now - seconds + at, samples={"compute": at - since}) for at in range(since, until + 1, 10)]
+        line = ("train.py:7 step",)
+        states[2] = replace(states[2], marks=tuple(marks), own=line, usual=line, cpu_share=0.5,
+                            samples={"compute": until - since}, since=now - seconds + max(0, since))  # fmt: skip
+    found = judge(RunFacts(traces=traces, states=states, world=4, now=now, ages={2: seconds - until}))
     assert (found.state, found.ranks) == (state, tuple(named)), found.line
     assert words in found.line
 
@@ -351,10 +358,14 @@ def test_a_new_start_hides_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     folder = tmp_path / RANKS_FOLDER
     write_states(tmp_path, *(RankState(rank=rank) for rank in (0, 2, 7)))
     (folder / rank_monitor.FIRST).write_text('{"signal": 15, "at": 1.0}')
-    monitor = rank_monitor.RankMonitor(tmp_path, 0, 3)
+    earlier, monitor = (rank_monitor.RankMonitor(tmp_path, 0, 3) for _ in range(2))
+    earlier.write()
     monitor.remove_own_files()
     monitor._remove_files_of_others()
     assert [path.name for path in folder.iterdir()] == [NAME.format(rank=2)]
+    for one in (monitor, earlier, monitor, earlier):  # the process of the earlier start still runs
+        one.write()
+    assert rank_files.read_state(folder / NAME.format(rank=0)).written == monitor.marks[-1]["at"]
 
 
 def test_an_upload_in_a_thread_that_the_main_thread_waits_for_is_one(tmp_path: Path) -> None:

@@ -11,20 +11,37 @@ from pathlib import Path
 
 import pytest
 from rigs.command import ROOT, topoflight
-from rigs.tables import rows_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.ranks,
     pytest.mark.skipif(not any(Path("/dev").glob("nvidia[0-9]*")), reason="no NVIDIA GPU on this host"),
 ]
+TRAINING = """
+import sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def load_batch(step):
+    if dist.get_rank() == 1:
+        time.sleep(600 if sys.argv[1] == "stuck" and step == 60 else 0.15 if sys.argv[1] == "late" else 0)
+    return torch.randn(64, 2048, device=device)
+
+device = "cuda:0" if torch.cuda.is_available() else "cpu"
+dist.init_process_group("nccl" if device == "cuda:0" else "gloo")
+net = DistributedDataParallel(torch.nn.Linear(2048, 2048).to(device))
+for step in range(100_000):
+    net(load_batch(step)).square().mean().backward()
+    net.zero_grad()
+    float(net.module.bias.sum())
+    time.sleep(0.02)
+"""
 
 
 @pytest.mark.parametrize(("fault", "state"), [("late", "slow"), ("stuck", "stuck")])
 def test_why_names_the_rank(fault: str, state: str, tmp_path: Path) -> None:
     """The script is unchanged; NCCL's flight recorder shows who came last."""
     script, run = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(rows_of(__file__, "programs.yaml")("late_or_stuck")())
+    script.write_text(TRAINING)
     rank = f"export NCCL_HOSTID=$RANK NCCL_IB_DISABLE=1 LOCAL_RANK=0; exec {sys.executable} {script} {fault}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     words = [sys.executable, "-m", "agent.cli", "run", "--folder", str(run), "--", *torchrun, "bash", "-c", rank]

@@ -19,7 +19,6 @@ from collectives.traces.rank_files import RankState
 from planner.why import RunFacts, judge
 
 rows = rows_of(__file__)
-programs = rows_of(__file__, "programs.yaml")
 pytestmark = pytest.mark.ranks
 STARTED = ["trainer-raises", pytest.param("ddp-pickles", marks=pytest.mark.nightly)]
 FORKED = ["ddp-stopped", "ddp-extra-barrier", "ddp-exits", "ddp-killed", "ddp-straggler"]
@@ -47,10 +46,15 @@ def check(name: str) -> None:
 
 PYTHON = str(Path(sys.prefix) / "bin/python")  # not the interpreter of `forked_ranks`, which has imported torch before
 
+MEETING = """
+import datetime, torch.distributed
+torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+"""
+
 
 def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(tmp_path: Path) -> None:
     """Rank 1 of three does not start; a name that DNS does not know; torchrun's port where nothing listens."""
-    (tmp_path / "train.py").write_text(programs("meets")(), encoding="utf-8")
+    (tmp_path / "train.py").write_text(MEETING, encoding="utf-8")
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:
@@ -87,9 +91,17 @@ def test_what_ranks_wrote_at_the_rendezvous(one, other, seconds, state, words):
     assert (found.state, found.ranks) == (state, (0,) * ("rank 0" in words)) and words in found.line, found.line
 
 
+RESTORING = """
+import os, time, torch.distributed as dist
+if os.environ["RANK"] == "0":
+    time.sleep(float(os.environ["RESTORES"]))
+dist.init_process_group("gloo")
+"""
+
+
 def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_path: Path) -> None:
     """Rank 0 runs on the host of the rank that waits: no fault before the limit. A rank without a process is one."""
-    (tmp_path / "train.py").write_text(programs("restores")(), encoding="utf-8")
+    (tmp_path / "train.py").write_text(RESTORING, encoding="utf-8")
     words = [PYTHON, "-m", "agent.cli", "run", "--folder", str(tmp_path / "run"), PYTHON, "-m",
              "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
              "--rdzv-endpoint", "127.0.0.1:0", str(tmp_path / "train.py")]  # fmt: skip
@@ -109,10 +121,32 @@ def test_a_rank_that_restores_before_the_rendezvous_is_seen_by_its_process(tmp_p
     assert judge(replace(facts, states=later, starting={})).ranks == (0,)
 
 
+LOOP = """
+import datetime, os, signal, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=200))
+rank, fault = dist.get_rank(), sys.argv[1]
+if fault == "gathers":  # the others end by their own error, which writes their last call; torchrun may be quicker
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+try:
+    for step in range(80 if rank == 1 and fault == "leaves" else 100):
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.02)
+        if rank == 1 and fault == "is-killed" and step == 60:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "gathers":
+        size = 4 if rank == 1 else 8
+        dist.all_gather([torch.empty(size) for _ in range(3)], torch.ones(size))
+except RuntimeError:
+    if fault == "leaves":
+        sys.exit(1)
+    raise
+"""
+
+
 @each_row(("fault", "code", "words"), rows("differs"))
 def test_the_rank_that_differs_is_named_with_and_without_the_log(tmp_path, fault, code, words):
     """Rank 1 of three leaves its loop first, gathers another size, or is killed. torchrun's table may name another."""
-    (tmp_path / "train.py").write_text(programs("differs")(), encoding="utf-8")
+    (tmp_path / "train.py").write_text(LOOP, encoding="utf-8")
     run, log = tmp_path / "run", tmp_path / "log"
     job = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", fault]
     with log.open("wb") as stream:
