@@ -29,9 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
-import pyarrow.parquet
 from jinja2 import TemplateError
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer, GPT2Tokenizer
@@ -95,6 +93,8 @@ def find_files(config: JobConfig, split: str) -> list[Path]:
 
 def files_of_split(folder: Path, part: str | None, split: str, setting: str) -> list[str]:
     """Paths in a folder of one split, of the part `part` (dataset_config), by `datasets`' rules. Raises ConfigError."""
+    import datasets
+
     subfolder = part if part and (folder / part).is_dir() else None
     if not any(path.suffix in READERS for path in folder.rglob("*")):
         raise ConfigError(f"{setting}: no {', '.join(READERS)} file")
@@ -131,6 +131,9 @@ def get_reader(path: Path) -> str:
 
 def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     """Stream the rows of one file; of parquet only the columns that the job reads."""
+    import datasets
+    import pyarrow.parquet
+
     kind, number, size = get_reader(path), 0, path.stat().st_size
     options: dict[str, Any] = {}
     if kind != "parquet" and not size:
@@ -502,7 +505,7 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
         config = replace(config, **hub.resolve_commits(config))
         tokenizer = load_tokenizer(config)
     except ConfigError as error:
-        if not _is_here(config):
+        if not Path(config.dataset_name).expanduser().exists():
             raise
         count = len(load_rows(config, config.dataset_train_split))
         return {"rows": count, "measured": 0, "histogram": [], "why": str(error)}
@@ -517,10 +520,6 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
     return {"rows": count, "measured": len(picked), "histogram": sorted(counts.items())}
 
 
-def _is_here(config: JobConfig) -> bool:
-    return Path(config.dataset_name).expanduser().exists()
-
-
 def main() -> None:
     """Measure. Errors go to stderr: rows of this host end with WRONG_ROWS, what cannot be had with exit code 1."""
     config = JobConfig()
@@ -529,7 +528,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(measure_lengths(config)) + "\n")
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(WRONG_ROWS if _is_here(config) else 1)
+        sys.exit(WRONG_ROWS if Path(config.dataset_name).expanduser().exists() else 1)
 
 
 if __name__ == "__main__":
