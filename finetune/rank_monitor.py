@@ -117,7 +117,7 @@ class RankMonitor(threading.Thread):
 
     def __init__(self, folder: Path, rank: int, world_size: int, *, rendezvous: str = "", file: str = STATE) -> None:
         super().__init__(name="topoflight-rank-monitor", daemon=True)
-        self.asked, self.answer = rendezvous, ""  # address of the rendezvous, until this rank has met the others there
+        self.asked, self.answer = rendezvous, "pending"  # the rendezvous, until this rank has met the others there
         self.file = file.format(rank=rank)
         self.folder, self.rank = folder / RANKS_FOLDER, rank
         main = threading.main_thread()

@@ -63,7 +63,7 @@ class RankState:
     restarts_left: int = 0  # how often torchrun starts the ranks again after a failure
     written: float = 0.0  # Unix seconds
     asked: str = ""  # address of the rendezvous, while the rank has not met the others there
-    answer: str = ""  # "connected" to its port, "closed": no longer, "unresolved" where its name is not known
+    answer: str = ""  # "connected" to its port, "closed": no longer, "unresolved": unknown name, "pending": not read
     phase: str | None = None  # by the main thread's stack: collective, compute, data, save, evaluate, compile
     since: float | None = None  # Unix seconds: in this phase without a break
     where: tuple[str, ...] = ()  # the main thread's stack, innermost first: "train.py:31 step"

@@ -104,7 +104,7 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
     missing = ranks_of(absent, kind) if absent else f"{world - len(here)} of {world} {kind}s"
     gave_up = [ages[rank] for rank, state in here.items() if state.answer == "connected" and state.ended]
     # one that gave up may have hosted the store: a connection that was closed then does not show a fault of the network
-    reached = ("connected", "closed") if gave_up else ("connected",)
+    reached = ("connected", "pending", "closed") if gave_up else ("connected", "pending")
     behind = [rank for rank, state in here.items() if state.answer not in reached
             and gave_up and waits[rank] + ages[rank] <= max(gave_up) + ORDER_SECONDS]  # fmt: skip
     lost = [state for rank, state in here.items() if state.answer not in reached and rank not in behind]
