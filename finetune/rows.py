@@ -235,7 +235,7 @@ def encode_row(row: Row, tokenizer: Any, config: JobConfig) -> Example | None:
     """Encode a row of a data set. Raises ConfigError that names its file and its number."""
     try:
         return encode(row.members, tokenizer, config)
-    except ConfigError as error:
+    except (ConfigError, TypeError, ValueError) as error:  # the last two: `tools` or `chat_template_kwargs` of a row
         raise ConfigError(f"{row.file}: row {row.number}: {error}") from None
 
 

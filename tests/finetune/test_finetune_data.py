@@ -13,7 +13,7 @@ from rigs.tables import each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from finetune import rows as row_reader
-from finetune.rows import IGNORED, Loader, collate, encode, load_tokenizer, pack, prepare
+from finetune.rows import IGNORED, Loader, Row, collate, encode, encode_row, load_tokenizer, pack, prepare
 
 rows = rows_of(__file__)
 
@@ -98,8 +98,8 @@ def test_an_answer_beyond_the_cut_leaves_nothing_to_learn(tokenizer):
 @each_row(("row", "settings", "word"), rows("misfits"))
 def test_a_row_that_does_not_fit_is_refused(tokenizer, row, settings, word):
     """Neither trained on as the text of a list, nor a stack trace; the message says what is needed."""
-    with pytest.raises(ConfigError, match=word):
-        encode(row, tokenizer, job(**settings))
+    with pytest.raises(ConfigError, match=rf"data\.jsonl: row 7: .*{word}"):
+        encode_row(Row("data.jsonl", 7, row), tokenizer, job(**settings))
 
 
 def test_packing_keeps_every_token_and_every_boundary(tokenizer):
