@@ -127,7 +127,7 @@ class FinishedJob:
 
 
 def build_command(plan: Path, ranks: int, nodes: int = 1) -> list[str]:
-    """Return the torchrun command of a host; for several nodes HOST stands for the address of one of them."""
+    """Return the torchrun command of a host; for several nodes HOST is a placeholder for the address of one of them."""
     return build_torchrun_command([sys.executable, "-m", "finetune.train", "--plan", str(plan)], ranks, nodes=nodes)
 
 
