@@ -54,7 +54,7 @@ def counted():
     part.replace(count)  # atomic: a reader never sees a partial number
     return found
 state = State(counted, interval_seconds=0.0, folder=folder)
-options = {**cmd_serve.serve.make_context("serve", []).params, "hosts": None}
+options = cmd_serve.ServeOptions(**{**cmd_serve.serve.make_context("serve", []).params, "hosts": None})
 cmd_serve.listen(cmd_serve.build_application(state, options), cmd_serve.bind("127.0.0.1", port))
 scanner.close()
 """

@@ -49,8 +49,8 @@ network_config_dir = "{networks}"
 
 def ready() -> None:
     """Install the engine, and make the base image once; skips where it cannot be had."""
-    apt_installed("podman", "podman", "runc", "catatonit", "netavark")  # the last three are recommended by it alone
-    for program in ("runc", "buildah", "iptables"):  # netavark calls the last
+    apt_installed("/usr/lib/podman/netavark", "podman", "netavark")  # what podman recommends may be missing beside it
+    for program in ("podman", "runc", "catatonit", "buildah", "iptables"):  # netavark calls the last
         apt_installed(program, program)
     HOME.mkdir(parents=True, exist_ok=True)
     (HOME / "containers.conf").write_text(_CONFIGURATION.format(networks=HOME / "networks"))

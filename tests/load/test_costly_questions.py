@@ -77,9 +77,11 @@ def ask(agent: Served, path: str) -> socket.socket:
 
 def worker(agent: Served) -> psutil.Process | None:
     """The process that answers questions; None where there is none."""
-    children = psutil.Process(agent.pid).children()
-    living = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
-    found = [one for one in living if "probes.worker" not in one.cmdline()]  # which replays the recording
+    found = []
+    for one in psutil.Process(agent.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            if one.status() != psutil.STATUS_ZOMBIE and "probes.worker" not in one.cmdline():  # that one replays
+                found.append(one)
     assert len(found) <= 1, "one worker process at a time"
     return found[0] if found else None
 
@@ -93,9 +95,9 @@ def works(agent: Served) -> bool:
     process = worker(agent)
     if process is None:
         return False
-    before = sum(process.cpu_times()[:2])
-    time.sleep(0.3)
     with contextlib.suppress(psutil.NoSuchProcess):
+        before = sum(process.cpu_times()[:2])
+        time.sleep(0.3)
         return bool(sum(process.cpu_times()[:2]) - before > 0.02)
     return False
 
