@@ -337,14 +337,14 @@ def fill_unset(advice: Recommendation, explicit: Mapping[str, Any]) -> dict[str,
 
 
 def _translate_for_trl(config: JobConfig, explicit: Mapping[str, Any], planned: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate planned values for TRL's parser; PEFT chooses the targets. RequestError if TRL cannot load them."""
+    """Translate planned values for TRL's parser; PEFT chooses targets, transformers sdpa. Raises RequestError."""
     generated = {"model_name_or_path": RANDOM, "dataset_name": "synthetic:"}
     values = {name: getattr(config, name) for name in generated if name in {**explicit, **planned}}
     wrong = [f"{name}={value}" for name, value in values.items() if value.startswith(generated[name])]
     if wrong:
         reason = "only the built-in trainer generates it; TRL's trainer reads files and hub ids"
         raise RequestError(f"{' and '.join(wrong)}: {reason}")
-    return {name: value for name, value in planned.items() if not isinstance(value, tuple)}
+    return {name: value for name, value in planned.items() if not isinstance(value, tuple) and value != "sdpa"}
 
 
 def run_forecast(advice: Recommendation) -> RunForecast:
