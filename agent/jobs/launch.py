@@ -100,7 +100,7 @@ class FinishedJob:
     cut_short: str = ""  # why the job got SIGTERM early; empty: it ended by itself
     killed: bool = False  # whether it ignored SIGTERM
     grace_seconds: int = GRACE_SECONDS  # time that it had to end
-    raised: str = ""  # the last error that a rank printed
+    raised: str = ""  # the reason in the job's record, or the last error that a rank printed
     record: run_record.RunRecord | None = None  # run.json of this start, if the job wrote it
 
     @property
@@ -154,14 +154,14 @@ def train(
     command, variables = build_command(output / "plan.json", ranks), build_environment(plan.environment, ranks)
     ended = run(command, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
     exit_code = run_record.read_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
-    ended = replace(ended, exit_code=exit_code)
+    own = run_record.read_since(output / "run.json", began)  # a rank may print last that it lost the one that failed
+    ended = replace(ended, exit_code=exit_code, raised=(own and own.reason) or ended.raised)
     return replace(ended, record=finish_record(output / "run.json", ended, began))
 
 
 def finish_record(path: Path, ended: FinishedJob, began: float) -> run_record.RunRecord | None:
     """Return the record of this start. If the job could not write its end (SIGKILL), it is added from the exit code."""
-    code, reason = ended.exit_code, ended.ending
-    record, is_ended = run_record.end(path, status="failed", exit_code=code, reason=reason, began=began)
+    record, is_ended = run_record.end(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
     if is_ended:  # prints errors to stderr
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return record
