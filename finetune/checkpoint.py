@@ -80,7 +80,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 self._publish(draft, final, {**about, "step": step})
         except (OSError, dcp.CheckpointException) as error:  # of this rank's file system; of any rank's part
-            reason = self._with_room(error)
+            reason = describe_disk(self.folder, error)
         failed = torch.tensor([float(bool(reason))])
         dist.all_reduce(failed, group=self.group)
         if failed.item():
@@ -101,18 +101,19 @@ class Checkpoints:
         for old in list_checkpoints(self.folder)[: -self.keep] if self.keep else ():
             shutil.rmtree(old, ignore_errors=True)
 
-    def _with_room(self, error: BaseException) -> str:
-        """The error, with the cause if the disk is full, which torch does not report; the draft still exists."""
-        room = shutil.disk_usage(self.folder).free
-        full = "is full" if room < FULL_BYTES else f"has {room >> 20} MiB left"
-        return f"the disk of {self.folder} {full} ({_root(error)})"
-
     def load(self, path: Path, state: Mapping[str, torch.Tensor]) -> None:
         """Read into the given tensors, independent of the layout that wrote the checkpoint."""
         try:
             dcp.load(dict(state), checkpoint_id=path, process_group=self.group)
         except (Exception, dcp.CheckpointException) as error:  # which is no Exception
             raise ConfigError(f"resume_from_checkpoint: {path} does not fit this model: {_root(error)}") from error
+
+
+def describe_disk(folder: Path, error: BaseException) -> str:
+    """The error, with the cause if the disk is full, which torch does not report; the draft still exists."""
+    room = shutil.disk_usage(folder).free
+    full = "is full" if room < FULL_BYTES else f"has {room >> 20} MiB left"
+    return f"the disk of {folder} {full} ({_root(error)})"
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:

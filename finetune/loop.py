@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ class Trainer:
         net = model.build_model(config, layout.precision, recorder.note, layout)
         counts = [(p.numel(), p.requires_grad) for p in net.parameters()]  # before 4-bit weights are packed
         shape = model.causal_lm(net).config
-        rows.check_vocabulary([*examples, *test], self.tokenizer, shape.vocab_size, config)
+        rows.check_vocabulary((e.tokens for e in (*examples, *test)), self.tokenizer, shape.vocab_size, config)
         mesh = parallel.build_mesh(layout, device) if layout.world_size > 1 else None
         fill = partial(weights.fill, weights.open_source(config), config.seed)
         recorder.baseline_rss = runs.rss_bytes()  # with libraries and rows, without weights
@@ -256,8 +256,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: JobConfig, steps: i
     """Return transformers' schedule: the share of the learning rate in a step, counted from zero."""
     warmup = math.ceil(config.warmup_steps * steps) if config.warmup_steps < 1 else int(config.warmup_steps)
     scheduler = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    share: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return share
+    return cast(Callable[[int], float], scheduler.lr_lambdas[0])
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, pipeline: dist.ProcessGroup | None) -> float:

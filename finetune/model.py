@@ -64,8 +64,7 @@ def build_model(
     elif os.path.isdir(folder):
         shape = _load(name, AutoConfig.from_pretrained, folder)
     else:
-        presets = ", ".join(RANDOM)
-        raise ConfigError(f"model_name_or_path={name!r}: random: takes {presets}, or a folder with config.json")
+        raise ConfigError(f"model_name_or_path={name!r}: random: is {', '.join(RANDOM)} or a folder with config.json")
     _check_support(config, shape, layout)  # first: another architecture need not build with this job's attention
     with init_empty_weights(include_buffers=False):
         model = _load(
@@ -181,8 +180,7 @@ class Chunk(nn.Module):  # type: ignore[misc, unused-ignore]
     @property
     def layers(self) -> nn.ModuleList:
         """This chunk's layers."""
-        layers: nn.ModuleList = causal_lm(self.net).model.layers
-        return layers
+        return cast(nn.ModuleList, causal_lm(self.net).model.layers)
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, packed: bool = False

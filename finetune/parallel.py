@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -272,8 +272,7 @@ class Engine:
         """
         module = self.modules[0]
         if isinstance(module, DistributedDataParallel) and not last:
-            no_sync: contextlib.AbstractContextManager[None] = module.no_sync()
-            return no_sync
+            return cast(contextlib.AbstractContextManager[None], module.no_sync())
         if isinstance(module, FSDPModule):
             scatters = last or (self.layout.dp_shard > 1 and not self.adapters)
             module.set_requires_gradient_sync(scatters)

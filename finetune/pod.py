@@ -258,8 +258,7 @@ class Pod:
         if self.terminating and code:
             code = TERMINATED  # for an operator to start the pod again; Slurm's script goes by the job's own code
             if settings.output is not None and "SLURM_JOB_ID" in os.environ:
-                path = settings.output / "run.json"
-                code = run_record.read_exit_code(path, TERMINATED, self.before, cut_short=True)
+                code = run_record.read_exit_code(settings.output / "run.json", TERMINATED, self.before, cut_short=True)
         code = code if code >= 0 else run_record.KILLED - code
         if code and settings.index == 0:
             self.why = f"the ranks of pod 0 ended with exit code {code}. {ranks.last_error()}".strip()

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerAction
@@ -37,15 +36,10 @@ EXACT_BYTES, FAST_BYTES = 128 << 10, 32 << 20
 MAX_STEPS = 4096  # steps whose times are kept
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def highest_rss_bytes() -> int:
-    """The most that was resident since the start, or since it was last forgotten (VmHWM, proc(5))."""
+def rss_bytes(name: str = "VmRSS") -> int:
+    """Resident memory of this process now, or "VmHWM": the most since the start or the last reset (proc(5))."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 def forget_highest_rss() -> None:
@@ -146,7 +140,6 @@ class Recorder:
 
     def __init__(self, folder: Path, plan: JobPlan, layout: Layout, device: torch.device) -> None:
         self.folder, self.device = folder, device
-        folder.mkdir(parents=True, exist_ok=True)
         self.writes = int(os.environ.get("RANK", "0")) == 0
         self.baseline_rss = rss_bytes()
         self.seconds: list[float] = []
@@ -195,7 +188,7 @@ class Recorder:
         """Record an optimizer step that has ended; its number is from 1, over all starts of the run."""
         self.record.steps_done = number
         if self.device.type != "cuda" and len(self.seconds) < MEMORY_STEPS:
-            self.peak = max(self.peak, highest_rss_bytes() - self.baseline_rss)
+            self.peak = max(self.peak, rss_bytes("VmHWM") - self.baseline_rss)
             if len(self.seconds) == MEMORY_STEPS - 1:
                 return_freed(FAST_BYTES)
         if self.device.type == "cuda" and len(self.losses) == WARM_UP - 1:
@@ -209,7 +202,7 @@ class Recorder:
     def watch_memory(self) -> None:
         """Count memory from the next step on: loading has ended."""
         if self.device.type != "cuda":
-            self.rss_peak = highest_rss_bytes()
+            self.rss_peak = rss_bytes("VmHWM")
             return_freed(EXACT_BYTES)
             forget_highest_rss()
 
@@ -236,9 +229,8 @@ class Recorder:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             other_bytes = max(0, total - free - torch.cuda.memory_reserved(self.device))  # context, NCCL, others
-            peak: int = torch.cuda.max_memory_reserved(self.device) + other_bytes
-            return peak
-        return max(0, self.peak or highest_rss_bytes() - self.baseline_rss)
+            return int(torch.cuda.max_memory_reserved(self.device)) + other_bytes
+        return max(0, self.peak or rss_bytes("VmHWM") - self.baseline_rss)
 
     def find_fullest_rank(self) -> None:
         """Exchange the peaks of all ranks, which call it together."""
@@ -272,7 +264,7 @@ class Recorder:
         return Measured(
             step_seconds=typical, counted_steps=len(counted), tokens_per_second=rate, mfu=mfu,
             memory_bytes=max(self.peak_memory(), self.fullest),
-            rss_peak_bytes=max(self.rss_peak, highest_rss_bytes()),
+            rss_peak_bytes=max(self.rss_peak, rss_bytes("VmHWM")),
         )  # fmt: skip
 
     def write(self) -> None:

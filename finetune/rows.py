@@ -21,7 +21,7 @@ import re
 import sys
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
@@ -43,6 +43,7 @@ READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "cs
 MAX_BYTES = 4 << 30
 BATCH = 1024  # parquet rows that are unpacked at a time
 COLUMNS = ("messages", "conversations", "prompt", "completion", "question", "answer", "tools", "chat_template_kwargs")
+FORMS = "messages, prompt + completion, question + answer,"  # of a row, besides plain text
 
 
 class Row(NamedTuple):
@@ -63,8 +64,7 @@ def load_rows(config: JobConfig, split: str) -> list[Row]:
     for row in islice(stream, config.dataset_rows):
         size += len(repr(row.members))
         if size > MAX_BYTES:
-            limit = f"more than {MAX_BYTES >> 30} GiB of rows in one split: set dataset_rows, or cut it"
-            raise ConfigError(f"{row.file}: {limit}")
+            raise ConfigError(f"{row.file}: more than {MAX_BYTES >> 30} GiB of rows in one split: set dataset_rows")
         rows.append(row)
     if not rows:
         raise ConfigError(f"dataset_name={config.dataset_name!r}: split {split!r} holds no rows")
@@ -83,6 +83,10 @@ def find_files(config: JobConfig, split: str) -> list[Path]:
     name, path = config.dataset_name, Path(config.dataset_name).expanduser()
     setting = f"dataset_name={name!r}"
     if path.is_file():
+        if split != config.dataset_train_split:
+            raise ConfigError(f"{setting}: one file has no split {split!r}: name a folder with a file for each split")
+        if path.suffix not in READERS:
+            raise ConfigError(f"{path}: must be one of {', '.join(READERS)}")
         return [path]
     choose = partial(files_of_split, part=config.dataset_config, split=split, setting=setting)
     if path.is_dir():
@@ -122,19 +126,12 @@ def files_of_split(folder: Path, part: str | None, split: str, setting: str) -> 
     return names
 
 
-def get_reader(path: Path) -> str:
-    """The builder of `datasets` that reads a file. Raises ConfigError for another kind of file."""
-    if path.suffix not in READERS:
-        raise ConfigError(f"{path}: must be one of {', '.join(READERS)}")
-    return READERS[path.suffix]
-
-
 def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
     """Stream the rows of one file; of parquet only the columns that the job reads."""
     import datasets
     import pyarrow.parquet
 
-    kind, number, size = get_reader(path), 0, path.stat().st_size
+    kind, number, size = READERS[path.suffix], 0, path.stat().st_size
     options: dict[str, Any] = {}
     if kind != "parquet" and not size:
         return
@@ -203,8 +200,7 @@ class Example:
 
 def load_tokenizer(config: JobConfig) -> Any:
     """The model's tokenizer, or the built-in one that knows bytes."""
-    setting, revision = "tokenizer_name", config.tokenizer_revision
-    name = config.tokenizer_name
+    setting, name, revision = "tokenizer_name", config.tokenizer_name, config.tokenizer_revision
     if name is None:
         setting, name, revision = "model_name_or_path", config.model_name_or_path, config.model_revision
     folder = name.removeprefix("random:")
@@ -281,10 +277,7 @@ def _render(row: dict[str, Any], tokenizer: Any, config: JobConfig) -> tuple[str
         if config.completion_only_loss:
             raise ConfigError("only answers count, and rows of plain text do not say which part is the answer")
         return begin + row[config.dataset_text_field].removesuffix(tokenizer.eos_token) + tokenizer.eos_token, None
-    raise ConfigError(
-        f"a row holds {sorted(row)}: needs messages, prompt + completion, question + answer, "
-        f"or {config.dataset_text_field!r} (dataset_text_field)"
-    )
+    raise ConfigError(f"a row holds {sorted(row)}: needs {FORMS} or {config.dataset_text_field!r} (dataset_text_field)")
 
 
 def make_messages(row: dict[str, Any]) -> dict[str, Any]:
@@ -294,22 +287,23 @@ def make_messages(row: dict[str, Any]) -> dict[str, Any]:
         turns = [{"from": "user", "value": row["question"]}, {"from": "assistant", "value": row["answer"]}]
     if {"messages", "completion"} & {*row} or not isinstance(turns, list):
         return row
-    names = {"from": "role", "value": "content"}
+    names, roles = {"from": "role", "value": "content"}, {"human": "user", "gpt": "assistant"}
     messages = [{names.get(name, name): turn[name] for name in turn} for turn in turns if isinstance(turn, dict)]
-    return {**row, "messages": messages}
+    return {**row, "messages": [{**m, "role": roles.get(str(m.get("role")), m.get("role"))} for m in messages]}
 
 
 def _apply_template(messages: Any, tokenizer: Any, **options: Any) -> str:
     """The talk as the chat template writes it."""
     turns = messages if isinstance(messages, list) else []
-    if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
-        raise ConfigError(
-            f"a row's messages are {str(messages)[:200]!r}: must be a list of mappings with role and content"
-        )
+    if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and len(m) > 1 for m in turns):
+        raise ConfigError(f"a row's messages are {str(messages)[:200]!r}: each must be a mapping with role and content")
     try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"chat_template: {error}: for {str(turns)[:200]}") from None
+    if lists := [m["content"] for m in turns if isinstance(m.get("content"), list) and str(m["content"]) in text]:
+        raise ConfigError(f"content={str(lists[0])[:200]}: must be a text: this chat template does not read lists")
+    return text
 
 
 def _answer_spans(messages: Any, text: str, tokenizer: Any, first: int, **options: Any) -> list[tuple[int, int]]:
@@ -476,14 +470,12 @@ def prepare(config: JobConfig, split: str, tokenizer: Any) -> tuple[list[Example
     return (pack(usable, config.max_length) if config.packing else usable), counts
 
 
-def check_vocabulary(examples: Sequence[Example], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:
-    """Reject another model's tokenizer here, instead of by an index error inside the first step."""
-    highest = max(tokenizer.pad_token_id, *(int(e.tokens.max()) for e in examples))
+def check_vocabulary(tokens: Iterable[Any], tokenizer: Any, vocabulary: int, config: JobConfig) -> None:
+    """Reject another model's tokenizer by the tokens of rows, instead of by an index error inside the first step."""
+    highest = max(tokenizer.pad_token_id, *(int(np.max(row)) for row in tokens))
     if highest >= vocabulary:
         name = config.tokenizer_name or config.model_name_or_path
-        raise ConfigError(
-            f"tokenizer_name={name!r} gives token {highest}: the model has embeddings for {vocabulary} tokens"
-        )
+        raise ConfigError(f"tokenizer_name={name!r} gives token {highest}: the model embeds {vocabulary} tokens")
 
 
 # How long the rows are: read and spelled as the job itself does; of many, a part that lies evenly over the whole is

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 
 from contracts.job_config import ConfigError, EndedError, choose_plan
 from contracts.run_record import RESUMABLE
@@ -69,15 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             Trainer(config, layout, recorder).train()
     except EndedError as error:
         ended = error
-    except OSError as error:
-        if error.errno not in hub.DISK_ERRORS:
+    except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
+        folder, alone = Path(config.output_dir), True
+        is_full = shutil.disk_usage(folder).free < checkpoint.FULL_BYTES  # which torch and safetensors do not say
+        if recorder is not None and is_out_of_memory(error):
+            ended = MemoryRanOutError(recorder.describe_memory(str(error)))
+        elif is_full or getattr(error, "errno", None) in hub.DISK_ERRORS:
+            rank = f"rank {os.environ.get('RANK', '0')} on {os.uname().nodename}"
+            ended = checkpoint.SaveError(f"{rank}: {checkpoint.describe_disk(folder, error)}")
+        else:
             raise
-        rank = os.environ.get("RANK", "0")
-        ended, alone = checkpoint.SaveError(f"rank {rank} on {os.uname().nodename}: {error}"), True
-    except (RuntimeError, MemoryError) as error:
-        if recorder is None or not is_out_of_memory(error):
-            raise
-        ended, alone = MemoryRanOutError(recorder.describe_memory(str(error))), True
     code = _report(ended, alone=alone) if ended else 0
     if recorder is not None:
         recorder.writes |= alone

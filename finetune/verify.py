@@ -45,6 +45,21 @@ def observe(engine: Engine) -> EffectiveLayout:
     )
 
 
+def observe_accelerate(trainer: Any) -> EffectiveLayout:
+    """Return the layout that accelerate built, read from its objects."""
+    model, accelerator = trainer.model_wrapped, trainer.accelerator
+    layers = trainer.model.config.get_text_config().num_hidden_layers  # Gemma 3 also has an image model
+    cp = accelerator.parallelism_config.cp_size if accelerator.parallelism_config else 1
+    recomputes = trainer.model.is_gradient_checkpointing or (
+        trainer.is_fsdp_enabled and accelerator.state.fsdp_plugin.activation_checkpointing
+    )
+    return EffectiveLayout(
+        **observe_modules([model], dict(model.named_parameters()), trainer.device, cp),
+        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        pp=1, stage_layers=[layers], checkpointed_layers=layers if recomputes else 0,
+    )  # fmt: skip
+
+
 def observe_modules(
     roots: Sequence[nn.Module], parameters: Mapping[str, torch.Tensor], device: torch.device, cp: int = 1
 ) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,8 +60,7 @@ class Stored:
         """Read a part of a parameter. The file is mapped into memory, so that other parts take no memory."""
         if name not in self._file_of:
             raise ConfigError(f"{self._named}: its safetensors files hold no {name}")
-        tensor: torch.Tensor = self._file_of[name].get_slice(name)[part]
-        return tensor
+        return cast(torch.Tensor, self._file_of[name].get_slice(name)[part])
 
 
 class Drawn:
@@ -124,11 +123,10 @@ def place(p: torch.Tensor, read_part: Callable[[Part], torch.Tensor]) -> None:
 
 def _quantise(p: Any, module: nn.Module, value: torch.Tensor, device: torch.device) -> None:
     """NF4 of one weight, on the device that keeps it; its scales are of the whole, so the whole is read."""
-    parameter = type(p)(
+    module.weight = type(p)(
         value.to(device), requires_grad=False, compress_statistics=p.compress_statistics, quant_type=p.quant_type,
         quant_storage=p.quant_storage, blocksize=p.blocksize, module=module,
     ).to(device)  # fmt: skip
-    module.weight = parameter
 
 
 def _draw_factor(match: re.Match[str], seed: int, shape: Sequence[int]) -> torch.Tensor:

@@ -102,6 +102,14 @@ def test_a_row_that_does_not_fit_is_refused(tokenizer, row, settings, word):
         encode_row(Row("data.jsonl", 7, row), tokenizer, job(**settings))
 
 
+def test_a_template_that_does_not_read_lists_is_refused():
+    """Written out, they would be trained on as Python spells them."""
+    config = job(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
+    with pytest.raises(ConfigError, match="does not read lists"):
+        encode(row, load_tokenizer(config), config)
+
+
 def test_packing_keeps_every_token_and_every_boundary(tokenizer):
     """Packed rows hold the same tokens and labels; positions start again with each."""
     config = job(dataset_rows=50)
@@ -269,6 +277,8 @@ def test_files_of_a_split_in_the_order_of_their_names(tmp_path):
         load_rows(job(tmp_path, dataset_config="main"), "validation")
     (tmp_path / "test.json").write_text(json.dumps([SUM, SHAPES["prompt"]]))
     assert len(load_rows(job(tmp_path / "test.json"), "train")) == 2
+    with pytest.raises(ConfigError, match="one file has no split 'test'"):
+        load_rows(job(tmp_path / "test.json"), "test")
     with pytest.raises(ConfigError, match="no such file"):
         load_rows(job(tmp_path / "absent.jsonl"), "train")
 

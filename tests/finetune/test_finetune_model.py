@@ -390,13 +390,13 @@ LONG = 128 * 1024
 SCRIPT = f"""
 import torch
 from finetune.model import attend, find_documents
-from finetune.recorder import highest_rss_bytes  # unlike ru_maxrss not that of the process that started this one
+from finetune.recorder import rss_bytes  # unlike ru_maxrss not that of the process that started this one
 torch.set_num_threads(1)
 positions = torch.arange({LONG})[None] % 1024
 q, k, v = (torch.randn(1, heads, {LONG}, 16, requires_grad=True) for heads in (4, 2, 2))
-before = highest_rss_bytes()
+before = rss_bytes("VmHWM")
 attend(None, q, k, v, None, documents=find_documents(positions))[0].sum().backward()
-print(highest_rss_bytes() - before)
+print(rss_bytes("VmHWM") - before)
 """
 
 

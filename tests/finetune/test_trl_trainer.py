@@ -133,22 +133,35 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of an unknown kind or with a broken line, and a mixture without data sets. None is a traceback."""
-    from finetune import sft_trl
+    from finetune import trl_inputs
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     made, none = JobPlan(trl={}), SimpleNamespace(dataset_streaming=False, datasets=None)
     for name, text, word in rows("unreadable")():
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=word):
-            sft_trl.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
+            trl_inputs.load_data(made, JobConfig(dataset_name=str(tmp_path / name)), none, none, tested=False)
     for mixture in (3, {}, {"datasets": []}, {"datasets": [{"path": "own/sums"}]}):
         with pytest.raises(ConfigError, match="mappings with id"):
-            sft_trl.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
+            trl_inputs.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
+
+
+def test_rows_of_several_forms_reach_trl_as_the_built_in_trainer_reads_them(tmp_path: Path) -> None:
+    """ShareGPT's names of the speakers, and a talk whose first message is repeated as its prompt."""
+    from finetune import trl_inputs
+
+    talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
+    said = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]
+    for number, row in enumerate(({"conversations": said}, {"prompt": "a?", "messages": talk})):
+        path = parquet(tmp_path / f"{number}.parquet", [row])
+        none = SimpleNamespace(dataset_streaming=False, datasets=None)
+        read, _ = trl_inputs.load_data(JobPlan(trl={}), JobConfig(dataset_name=str(path)), none, none, tested=False)
+        assert list(read) == [{"messages": talk}]
 
 
 def test_what_the_layout_decides_is_added_to_the_settings_of_a_file() -> None:
     """accelerate shards no 4-bit weights of another type, and holds whole gradients until the last micro-batch."""
-    from finetune import sft_trl
+    from finetune import trl_inputs
 
     sharded, single, config = Layout(world_size=2, dp_shard=2), Layout(world_size=1), JobConfig(output_dir="out")
     by_accelerate = {"even_batches": False, "gradient_accumulation_kwargs": {"adjust_scheduler": False}}
@@ -156,18 +169,18 @@ def test_what_the_layout_decides_is_added_to_the_settings_of_a_file() -> None:
     for options in (by_accelerate, json.dumps(by_accelerate)):
         plan = JobPlan(trl={**file, "accelerator_config": options})
         for layout, storage in ((sharded, "bfloat16"), (single, "uint8")):
-            _, settings, model, *_ = sft_trl.parse(plan, config, layout, False, print)
+            _, settings, model, *_ = trl_inputs.parse(plan, config, layout, False, print)
             assert (model.bnb_4bit_quant_storage, model.use_bnb_nested_quant) == (storage, True)
             expected = {"adjust_scheduler": False} | ({"sync_each_batch": True} if layout.dp_shard > 1 else {})
             assert settings.accelerator_config.gradient_accumulation_kwargs == expected
             assert not settings.accelerator_config.even_batches, "the file's settings of accelerate stay"
     off = JobPlan(trl={"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}})
-    _, settings, *_ = sft_trl.parse(off, config, sharded, False, print)
+    _, settings, *_ = trl_inputs.parse(off, config, sharded, False, print)
     assert settings.accelerator_config.gradient_accumulation_kwargs == {"sync_each_batch": False}
     for layout in (sharded, single):
         with pytest.raises(ConfigError, match="gradient_accumulation_kwargs=5: must be a mapping"):
             wrong = JobPlan(trl={"accelerator_config": {"gradient_accumulation_kwargs": 5}})
-            sft_trl.parse(wrong, config, layout, False, print)
+            trl_inputs.parse(wrong, config, layout, False, print)
 
 
 def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
@@ -183,6 +196,7 @@ def test_both_trainers_on_two_ranks(at_hub: Hub, tmp_path: Path) -> None:
         plan, said = planned(tmp_path / name, settings, "--ranks", "2")
         assert plan is not None and plan.trl is not None and plan.layout.family == "DDP", said
         assert name not in OTHERS or f"not {name}. Without a GPU it runs DDP" in said
+        assert "attn_implementation" in settings or "attn_implementation" not in plan.trl  # transformers chooses
         plans[name] = tmp_path / name / "plan.json"
     for name in ("topoflight", "trl"):
         plan, said = planned(tmp_path / name, full, "--ranks", "2", "--trainer", name, "--set", "layout.dp_replicate=2",
