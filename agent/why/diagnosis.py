@@ -206,6 +206,7 @@ def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
 
 def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
     """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
+    firsts: list[run_record.FailedRank] = []
     for text in texts:
         first = run_record.find_first_failed(text)
         if first is None or not first.is_own:
@@ -217,8 +218,8 @@ def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
         if not (alike or (first.exit_code is None and -signal.SIGABRT in codes)):
-            return first.rank
-    return by_file
+            firsts.append(first)
+    return min(firsts, key=lambda row: row.at).rank if firsts else by_file
 
 
 def _read_ras(source: str) -> ras.RasReport:
@@ -365,6 +366,9 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _CODES["ends_of_job"] for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
+        if causes and facts.stacks and verdict.state == "unknown":
+            seen = verdict.line.removeprefix("unknown: ")
+            causes = (replace(causes[0], evidence=(*causes[0].evidence, seen)), *causes[1:])
         line = f"failed: {causes[0].message if causes else 'the log says so'}"
         return replace(verdict, state="failed", line=line, causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":
