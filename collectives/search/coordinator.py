@@ -31,7 +31,7 @@ class Fleet:
     """The state of all ranks, read from the store."""
 
     def __init__(self, store: Any, settings: RankSettings) -> None:
-        self._store, self._settings = store, settings
+        self._store, self._settings, self._run_id = store, settings, os.urandom(4).hex()
         self._beats: dict[str, tuple[list[Any], float, float]] = {}  # heartbeat, time of its change, time of progress
         self.ranks: dict[int, int] = {}  # ranks of each node that joined
         self._restarted: set[int] = set()  # nodes with ranks that are restarting
@@ -68,16 +68,16 @@ class Fleet:
         self._beats[name] = (beat, lived, moved)
         return now - lived, now - moved, str(beat[2])
 
-    def run(self, number: int, tests: Sequence[Test], run: str) -> list[Outcome]:
+    def run(self, tests: Sequence[Test]) -> list[Outcome]:
         """Start the tests of a round, and wait until each has ended or is known to hang."""
+        number = int(self._store.add("rounds", 0)) + 1
         self.gather(self._restarted)  # a rank that does not return has no heartbeat below
         self._restarted.clear()
-        self._store.set(f"round/{number}", json.dumps({"run": run, "tests": cattrs.unstructure(tests)}))
+        self._store.set(f"round/{number}", json.dumps({"run": self._run_id, "tests": cattrs.unstructure(tests)}))
         self._store.add("rounds", 1)
         groups = [self.name_ranks(test.nodes) for test in tests]
         waiting = {name: index for index, group in enumerate(groups) for name in group}
-        for name in waiting:
-            self._beats.pop(name, None)
+        self._beats.clear()
         posted: dict[str, dict[str, Any]] = {}
         lost: dict[int, str] = {}
         hung: set[int] = set()
@@ -102,7 +102,7 @@ class Fleet:
                 else:
                     hung.add(index)
                     self.restart([name], {})
-                self._store.set(f"test/{run}/{number}/{index}/stop", "")
+                self._store.set(f"test/{self._run_id}/{number}/{index}/stop", "")
                 waiting.pop(name)
         return [
             _combine_results({name: posted[name] for name in groups[index] if name in posted},
@@ -158,7 +158,7 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
 def coordinate(settings: RankSettings, store: Any) -> None:
     """Run the search and write its result to the journal. Exit if the journal belongs to another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
-    rows, began, clock, run = read_journal(journal), time.time(), time.monotonic(), os.urandom(4).hex()
+    rows, began, clock = read_journal(journal), time.time(), time.monotonic()
     if journal.exists():  # a coordinator may have died while it wrote the last row
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     for node in () if rows else range(settings.nodes):
@@ -168,9 +168,10 @@ def coordinate(settings: RankSettings, store: Any) -> None:
     listed = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
     unnamed = listed if len(listed) == settings.nodes else [f"node {node}" for node in range(settings.nodes)]
     names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
-    absent = {node: f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran "
-              "there, its output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of "
-              "node 0 that all nodes can reach" for node in range(settings.nodes) if node not in joined}  # fmt: skip
+    reason = (f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran there, its "
+              "output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of node 0 that "
+              "all nodes can reach")  # fmt: skip
+    absent = {node: reason for node in range(settings.nodes) if node not in joined}
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
         shared = Counter(row["nvlink"] for row in joined.values() if row["nvlink"])
@@ -184,7 +185,7 @@ def coordinate(settings: RankSettings, store: Any) -> None:
         header["hosts"][node] in (names[node], unnamed[node]) for node in joined
     )
     # Node 0 connects over loopback. If another node joined too, the address works, and an absent node may be broken.
-    unreached = {node: reason for node, reason in absent.items() if not (node and any(joined))}
+    unreached = {node: reason for node in absent if node == 0 or not any(joined)}
     for node in absent:
         if (note := note_path(settings.journal, node)).exists():
             unreached[node] = note.read_text(encoding="utf-8")
@@ -197,22 +198,27 @@ def coordinate(settings: RankSettings, store: Any) -> None:
         search.lost, search.unreached = {**absent, **(passes[-1].lost if passes else {}), **search.lost}, unreached
         if environment:
             fleet.restart(fleet.name_ranks([node for node in joined if node not in search.lost]), environment)
-        minutes += sum(row["node_minutes"] for row in rounds)
-        while tests := search.plan_round():
-            lost, started = dict(search.lost), time.monotonic()
-            outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
-            spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
-            minutes += spent
-            row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent, "lost": lost,
-                   "environment": environment}  # fmt: skip
-            _write_row(journal, cattrs.unstructure(row))
-            search.report(outcomes)
+        minutes += sum(row["node_minutes"] for row in rounds) + _run_rounds(search, fleet, journal, environment)
         passes.append(search)
     seconds = max(0.0, began - header["began"]) + time.monotonic() - clock  # the wall clock may jump
     result = combine_passes(passes, header["hosts"], header["began"], seconds, minutes)
     _write_row(journal, {"result": cattrs.unstructure(result)})
     store.set("end", "")
     time.sleep(3)  # until the ranks have read it
+
+
+def _run_rounds(search: Search, fleet: Fleet, journal: Path, environment: Mapping[str, str]) -> float:
+    """Run the rounds of a pass that are not in the journal yet. Return the sum of the minutes of their nodes."""
+    minutes = 0.0
+    while tests := search.plan_round():
+        lost, started = dict(search.lost), time.monotonic()
+        outcomes = fleet.run(tests)
+        spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
+        row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent, "lost": lost, "environment": environment}
+        _write_row(journal, cattrs.unstructure(row))
+        search.report(outcomes)
+        minutes += spent
+    return minutes
 
 
 def main(text: str) -> None:
