@@ -135,9 +135,8 @@ class Additions:
 def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
     """Return every job of a supported kind in the documents. Raises WrapError if there is none."""
     objects = list(_list_objects(manifest))
-    configs = {
-        _get_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")
-    }
+    config_maps = [each for each in objects if each.get("kind") == "ConfigMap" and each.get("data")]
+    configs = {_get_name(each): each["data"] for each in config_maps}
     jobs = [job for each in objects if (job := _parse_job(each, configs)) is not None]
     places = {(job.kind, job.name): at for at, job in enumerate(jobs)}
     for index, job in enumerate(jobs):
@@ -408,15 +407,14 @@ class _Wrapper:
         is_taken = any(each.get("name") == GATE for each in (*_get(body, "containers"), *inits))
         # The check gets the job's variables, and the node's name, because every pod has another host name.
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-        sources = [
-            each for each in _get(self._container, "envFrom") if isinstance(each, dict) and "configMapRef" in each
-        ]
+        sources = [each for each in _get(self._container, "envFrom") if isinstance(each, dict)]
         self._add_init_container(
             name=f"topoflight-{GATE}" if is_taken else GATE, image=image,
             command=["topoflight", "preflight", "-o", "table",
                      *(word for check in self._wanted.require for word in ("--require", check))],
             env=[node, *_list_plain_variables(self._container)],
-            envFrom=sources,  # without Secrets, which the check does not need
+            # without Secrets, which the check does not need
+            envFrom=[each for each in sources if "configMapRef" in each],
             resources={k: part.resources[k] for k in part.resources if k in ("limits", "requests", "claims")},
             securityContext=self._container.get("securityContext"), volumeMounts=self._list_shm_mounts(),
         )  # fmt: skip
