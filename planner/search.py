@@ -75,7 +75,7 @@ def _check_rows(job: Job, layout: Layout) -> Iterator[Violation]:
     """Sequences and experts are divided evenly.
 
     Ring attention divides a sequence into 2 x CP parts. Expert parallelism gives each rank whole experts, within one
-    pipeline stage (docs/decisions/0022).
+    pipeline stage (docs/decisions/0138).
     """
     model, length, ranks = job.model, job.train.sequence_length, layout.world_size // layout.pp
     if layout.cp > 1 and length % (2 * layout.cp):
