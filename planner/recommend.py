@@ -28,7 +28,7 @@ from planner.forecast.faults import Findings, apply_findings, cut_domains, find_
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, make_links
 from planner.forecast.memory import checkpoint_bytes, memory_of
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
-from planner.nccl_env import environment as nccl_env, newest_read, version_text
+from planner.nccl_env import Version, environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, make_situation
 from planner.search import Candidate, Planned, Ranking, difference_sigma, fitting, list_broken, search, usual_options
 from planner.stacks import find_engine
@@ -368,7 +368,7 @@ def estimate_difference(planned: Planned, first: RankedLayout, second: RankedLay
 def recommend(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
-    nccl_version: tuple[int, int, int] | None = None, *,
+    nccl_version: Version | None = None, *,
     ranks_per_node: int | None = None, multi_node: bool | None = None, findings: Findings | None = None,
     measured_step: MeasuredStep | None = None,
 ) -> Recommendation:  # fmt: skip
@@ -405,9 +405,7 @@ def recommend(
     return _choose_layout(planned, replace(answer, slowed=planned.slowed, healthy=healthy), nccl_version)
 
 
-def _choose_layout(
-    planned: Planned, answer: Recommendation, nccl_version: tuple[int, int, int] | None
-) -> Recommendation:
+def _choose_layout(planned: Planned, answer: Recommendation, nccl_version: Version | None) -> Recommendation:
     """Add to the answer the best layout, the next ones and the rejected ones, what is unknown, and what would help."""
     planned, result = _search_batches(planned)
     job, train = planned.job, planned.job.train

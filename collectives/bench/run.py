@@ -48,8 +48,7 @@ def run(spec: BenchSpec, on_event: OnEvent | None = None, stop: threading.Event 
         debug.mkdir()
         environment = {**(evidence.environment(debug) if spec.backend == "nccl" else {}), **spec.environment}
         started, clock = time.time(), time.monotonic()
-        on_event, stop = on_event or (lambda _event: None), stop or threading.Event()
-        outcome = watch.run_ranks(spec, directory, environment, on_event, stop)
+        outcome = watch.run_ranks(spec, directory, environment, on_event or (lambda _: None), stop or threading.Event())
         seconds = time.monotonic() - clock
         logs = sorted(path for path in debug.iterdir() if path.is_file())  # one per process; gloo writes none
         return assemble(spec, outcome, started, seconds, evidence.read_files(logs) if logs else None)
