@@ -70,9 +70,8 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     problems = (*outcome.problems, *skipped, *_find_wrong_data(events["measured"], hosts))
     # Times of all sizes together, because a late rank is late at every size.
-    waits = [
-        [wait for event in events["measured"] for wait in event["wait_seconds"][rank]] for rank in range(len(hosts))
-    ]
+    rows = [event["wait_seconds"] for event in events["measured"]]
+    waits = [[wait for row in rows for wait in row[rank]] for rank in range(len(hosts))]
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,

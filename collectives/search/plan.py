@@ -183,8 +183,7 @@ class Search:
             self.phase = min(self.phase + 1, 4)
             planned = [*self._queue, *self._plan_phase()]
             self._queue = []
-            busy: set[int] = set()
-            tests = []
+            busy, tests = set[int](), list[Test]()
             for test in planned:
                 nodes = tuple(node for node in test.nodes if node not in self.lost)
                 if busy.intersection(nodes):
@@ -616,8 +615,7 @@ class Search:
                 node=node, state="bad" if is_bad else "not judged", loss=compute_loss(slow), what=parts,
                 measures=tuple(slow), rails=self._slow_rails.get(node, ()), reason=cause if is_bad else state,
             )  # fmt: skip
-            is_uplink = self._may_be_uplink(verdict)
-            return replace(verdict, state="not judged", reason="uplink") if is_uplink else verdict
+            return replace(verdict, state="not judged", reason="uplink") if self._may_be_uplink(verdict) else verdict
         if self.nodes < 3:
             return Verdict(node=node, state="not judged", reason="few")
         if not self._is_measured(node):
