@@ -30,7 +30,7 @@ from planner.forecast.memory import checkpoint_bytes, memory_of
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
 from planner.nccl_env import Version, environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, make_situation
-from planner.search import Candidate, Planned, Ranking, difference_sigma, fitting, list_broken, search, usual_options
+from planner.search import Candidate, Planned, Ranking, difference_sigma, fit_memory, list_broken, search, usual_options
 from planner.stacks import find_engine
 from planner.stacks.exports import list_unwritten
 from probes.api import Snapshot
@@ -101,7 +101,7 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
     return replace(rates, inputs=(*rates.inputs, note))
 
 
-def unjudged(cluster: ClusterTopology) -> str:
+def explain_unsupported(cluster: ClusterTopology) -> str:
     """Return why catalogue machines with GPUs that NCCL does not support get no forecast; else ""."""
     gpus = (find_gpu(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
     gpu = next((known_gpu for known_gpu in gpus if known_gpu is not None and known_gpu.maker != "NVIDIA"), None)
@@ -280,7 +280,7 @@ def _describe_unmeasured(speed: Speed) -> str:
     return text
 
 
-def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
+def rescale(planned: Planned, measured: MeasuredStep) -> Planned:
     """Return the plan with all step times scaled by the ratio of this measured step to its forecast.
 
     Raises LayoutError, as `forecast_named` does.
@@ -323,7 +323,7 @@ def forecast_named(planned: Planned, members: Mapping[str, Any]) -> RankedLayout
             raise LayoutError(_text("indivisible_batch", batch=batch, ranks=ranks, micro_batch=shape.micro_batch))
         shape = replace(shape, gradient_accumulation=accumulation)
     shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
-    fit = fitting(planned.job, shape, planned.budget, fixed=members)
+    fit = fit_memory(planned.job, shape, planned.budget, fixed=members)
     return forecast_layout(planned, shape if isinstance(fit, float) else fit[0])
 
 
@@ -383,7 +383,7 @@ def recommend(
     answer = replace(nccl_env.settings(case), model=model, train=train)
     if answer.unsupported:
         seen = f"{answer.unsupported} seen (PCI class and vendor), {answer.backend.upper()} is not supported yet"
-        reason = unjudged(cluster) or seen
+        reason = explain_unsupported(cluster) or seen
         unsupported = Rejected(what="every layout", rule=answer.backend, reason=reason)
         return replace(answer, rejected=(unsupported,), unknowns=(reason,))
     set_to = {setting.name: setting.value for setting in answer.settings}
@@ -393,7 +393,7 @@ def recommend(
         interface=set_to.get("NCCL_SOCKET_IFNAME"),
     )  # fmt: skip
     if measured_step:
-        planned = scaled(planned, measured_step)
+        planned = rescale(planned, measured_step)
     healthy = None
     if planned.slowed:
         links = make_links(cluster, ranks_per_node=ranks_per_node)
@@ -431,13 +431,13 @@ def _choose_layout(planned: Planned, answer: Recommendation, nccl_version: Versi
         unknowns += _list_limits(job, winner.layout)
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
-            helps = (*nearest(planned), *helps) if planned.requested else helps
+            helps = (*suggest_nearest(planned), *helps) if planned.requested else helps
         elif is_certain and best[0].may_be_tight:
             high, capacity = winner.forecast.memory_bytes.high, planned.capacity or 0.0
             unknowns.append(_text("tight_memory", high=high / GIB, capacity=capacity / GIB))
     elif planned.requested:
         rejected = (_explain_refusal(planned, result), *rejected)
-        helps = nearest(planned)
+        helps = suggest_nearest(planned)
     else:
         unknowns.append("no layout of this engine fits")
     text = f"{result.forecast_count} layouts forecast, {len(result.best)} combinations of parallelism fit"
@@ -533,7 +533,7 @@ _TELLING = ("micro_batch", "sharding", "checkpointing", "offload", "precision", 
 _FREED = ("gradient_accumulation", "reshard_after_forward", "fused_cross_entropy")
 
 
-def nearest(planned: Planned) -> tuple[str, ...]:
+def suggest_nearest(planned: Planned) -> tuple[str, ...]:
     """Return the changes to the job's settings with which it can run with the same batch; empty if nothing helps.
 
     A smaller micro-batch with more accumulation is preferred; else every setting but the precision may change.
@@ -603,7 +603,7 @@ def _make_point(
             cluster = machines.over_network(cluster, speed, transport)
         except machines.MachineError as error:
             return replace(here, reason=str(error))
-    if reason := unjudged(cluster):
+    if reason := explain_unsupported(cluster):
         return replace(here, reason=reason)
     planned = plan(cluster, (), model, train)
     result = search(planned)

@@ -361,7 +361,7 @@ class _Search:
     indivisible: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch
     forbidden: dict[str, Rejected] = field(default_factory=dict)  # by rule
     broken: Violation | None = None  # the first rule that the degrees of the current split violate
-    fitted: Layout | None = None  # the last that fitted in this split, without interleaving: `after` of `fitting`
+    fitted: Layout | None = None  # the last that fitted in this split, without interleaving: `after` of `fit_memory`
 
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
@@ -438,7 +438,7 @@ class _Search:
             self.forbidden.setdefault(broken.rule, Rejected(what=key, rule=broken.rule, reason=broken.reason))
             return None
         self.ranking.forecast_count += 1
-        fit = fitting(self.job, base, self.budget, fixed=self.named, after=self.fitted)
+        fit = fit_memory(self.job, base, self.budget, fixed=self.named, after=self.fitted)
         if isinstance(fit, float):
             self.missing_bytes[key] = min(self.missing_bytes.get(key, fit), fit)
             return None
@@ -507,7 +507,7 @@ def difference_sigma(job: Job, first: Candidate, other: Candidate) -> float:
 _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
-def fitting(
+def fit_memory(
     job: Job, base: Layout, budget: float | None, *, fixed: Mapping[str, object], after: Layout | None = None,
 ) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
     """Return the lightest checkpointing that fits, else offloading, else the bytes missing for full checkpointing.

@@ -205,7 +205,7 @@ def _place(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasCom
     return tuple(replace(comm, ranks={**comm.ranks, rank: placed}) if rank in comm.ranks else comm for comm in comms)
 
 
-def behind(comm: RasComm) -> tuple[dict[int, str], str]:
+def find_laggards(comm: RasComm) -> tuple[dict[int, str], str]:
     """Return the ranks that launched the fewest collectives, each with the evidence, and one sentence about all.
 
     Both are empty if all ranks launched the same number. There are no ranks if the report does not identify them.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.tables import read_texts
-from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, find_resources, quantity
 from planner.kubernetes.yaml_edit import documents, extend
 from planner.nccl_env import RESERVED
 from planner.nccl_env.situation import Setting
@@ -132,7 +132,7 @@ class Additions:
     annotations: dict[str, str] = field(default_factory=dict)  # of the job
 
 
-def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
+def find_jobs(manifest: list[Any]) -> tuple[Job, ...]:
     """Return every job of a supported kind in the documents. Raises WrapError if there is none."""
     objects = list(_list_objects(manifest))
     config_maps = [each for each in objects if each.get("kind") == "ConfigMap" and each.get("data")]
@@ -170,14 +170,14 @@ def note_others(manifest: list[Any]) -> list[str]:
 
 
 def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[str]]:
-    """Return the manifest with additions to its jobs, in the order of `jobs_in`, and notes on unchanged values.
+    """Return the manifest with additions to its jobs, in the order of `find_jobs`, and notes on unchanged values.
 
     Raises WrapError, and EditError of planner.kubernetes.yaml_edit if lines cannot be inserted into the text.
     """
     end = "" if text.endswith("\n") else "\n"  # of the last line; it is removed from the result
     manifest = documents(text + end)
     notes: list[str] = []
-    for job, added in zip(jobs_in(manifest), additions, strict=True):
+    for job, added in zip(find_jobs(manifest), additions, strict=True):
         if added is None:
             continue
         for part in job.parts:
@@ -293,7 +293,7 @@ class _Wrapper:
         resources = dict(self._wanted.resources)
         for need in self._wanted.needs:
             name, _, count = need.value.partition(": ")
-            if need.name == "resource" and not _GPU.fullmatch(name) and not family(name, list(resources)):
+            if need.name == "resource" and not _GPU.fullmatch(name) and not find_resources(name, list(resources)):
                 resources[name] = count
         part = self._part
         if part.resources.get("claims"):
@@ -305,7 +305,7 @@ class _Wrapper:
             self._note("resources_of_runtime", names=", ".join(resources))
             return
         for name, count in resources.items():
-            there = family(name, list(has)) if name.endswith("/*") else [name] if name in has else []
+            there = find_resources(name, list(has)) if name.endswith("/*") else [name] if name in has else []
             if there:
                 present = str(has[there[0]])
                 if present != count and quantity(present) != quantity(count):
@@ -326,7 +326,7 @@ class _Wrapper:
             self._job.nodes != 1
             and any(need.name == "memlock" for need in self._wanted.needs)
             and not {"rdma/*", "vpc.amazonaws.com/efa"} & needs
-            and not family("rdma/*", sorted(names))
+            and not find_resources("rdma/*", sorted(names))
             and not self._security.get("privileged")
             # on GKE this annotation also provides the device
             and "networking.gke.io/interfaces" not in _get(self._part.pod, "metadata", "annotations")
