@@ -130,7 +130,7 @@ def spread_ratio(seconds: Sequence[float]) -> float | None:
     """
     n = len(seconds)
     tails = accumulate(math.comb(n, k) / 2**n for k in range(math.ceil(n / 2)))
-    left_out = sum(tail <= 0.025 for tail in tails) - 1
+    left_out: int = sum(tail <= 0.025 for tail in tails) - 1
     from statistics import median  # also imports decimal and random, which a reader of results does not need
 
     middle = median(seconds) if n else 0.0
