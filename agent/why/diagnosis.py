@@ -271,7 +271,7 @@ def _find_outliers(report: ras.RasReport, gone: set[int]) -> list[_Outlier]:
     """Return the ranks that do not answer; if all do, those that are behind, unless they are most of a communicator."""
     outliers: dict[int, _Outlier] = {}
     for comm in report.comms:
-        behind, _ = ras.behind(comm)
+        behind, _ = ras.find_laggards(comm)
         is_minority = len(behind) <= comm.size / 2
         for rank in gone & set(behind) if gone else behind if is_minority else ():
             row = comm.ranks.get(rank, ras.RasRank(rank=rank))
@@ -302,7 +302,7 @@ def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
 
 def _judge_counts(verdict: Verdict, report: ras.RasReport, *, is_first: bool, is_moving: bool) -> Verdict:
     """Judge counts that name no rank: they move, or are equal (which may be one call for ever), or most are behind."""
-    counts = next(filter(None, (ras.behind(comm)[1] for comm in report.comms)), "")
+    counts = next(filter(None, (ras.find_laggards(comm)[1] for comm in report.comms)), "")
     if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
