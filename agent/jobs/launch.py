@@ -161,8 +161,8 @@ def train(
 
 def finish_record(path: Path, ended: FinishedJob, began: float) -> run_record.RunRecord | None:
     """Return the record of this start. If the job could not write its end (SIGKILL), it is added from the exit code."""
-    record, is_ended = run_record.end(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
-    if is_ended:  # prints errors to stderr
+    record, is_ours = run_record.end(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
+    if is_ours:  # prints errors to stderr
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return record
 
