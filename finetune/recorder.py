@@ -229,7 +229,7 @@ class Recorder:
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             other_bytes = max(0, total - free - torch.cuda.memory_reserved(self.device))  # context, NCCL, others
-            return int(torch.cuda.max_memory_reserved(self.device)) + other_bytes
+            return int(torch.cuda.max_memory_reserved(self.device) + other_bytes)
         return max(0, self.peak or rss_bytes("VmHWM") - self.baseline_rss)
 
     def find_fullest_rank(self) -> None:
