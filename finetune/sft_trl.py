@@ -65,7 +65,8 @@ def _make_trainer(config: JobConfig, layout: Layout, run_recorder: recorder.Reco
             processing_class=tokenizer, peft_config=trl.get_peft_config(model),
         )  # fmt: skip
     except (ValueError, TypeError, ImportError, LookupError, AttributeError, TemplateError) as error:
-        raise ConfigError(f"TRL {trl.__version__} refuses the run: {type(error).__name__}: {error}") from error
+        hint = " (lora_target_modules, for example all-linear)" if "target_modules" in str(error) else ""
+        raise ConfigError(f"TRL {trl.__version__} refuses the run: {type(error).__name__}: {error}{hint}") from error
     trainer.remove_callback(transformers.PrinterCallback)
     tokens = [row["input_ids"] for row in trainer.train_dataset.take(1000)]
     if not tokens:
