@@ -96,8 +96,8 @@ def _read_as(text: str, kind: str) -> Reading:
     lost = _find_unread(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
     lines = {each.line for each in unread}
     removed = {name: why for _, script in parts for name, why in script.removed.items()}
-    lost = [each._replace(why=removed.get(each.name, each.why)) for each in lost]
-    unreached = {each.name: each for each in lost if is_read(each.name) and each.line not in lines}
+    explained = (each._replace(why=removed.get(each.name, each.why)) for each in lost)
+    unreached = {each.name: each for each in explained if is_read(each.name) and each.line not in lines}
     if kind in _DOCUMENTS:
         lost = _find_unread(text, names, SETS, "{name} is in a place where no variable is read")
         unread = [*lost, *unread]
