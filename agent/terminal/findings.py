@@ -27,7 +27,7 @@ def print_findings(out: Console, checks: Iterable[Finding], *, everything: bool 
     several_nodes = len({check.node for check in checks if check.node}) > 1
     for group in groups:
         if everything or group.status == "info" or is_problem(group):
-            print_group(out, group, nodes_named=several_nodes, every_place=everything)
+            print_group(out, group, nodes_named=several_nodes)
         else:
             quiet[group.status].append(group)
     print_unknown_checks(out, quiet["unknown"])
@@ -48,13 +48,10 @@ def print_unknown_checks(out: Console, groups: Sequence[FindingGroup]) -> None:
         print_indented(out, f"[dim]{escape(units.some(codes))}[/dim]", 9)
 
 
-def print_group(
-    out: Console, group: FindingGroup, *, nodes_named: bool = False, brief: bool = False, every_place: bool = False
-) -> None:
+def print_group(out: Console, group: FindingGroup, *, nodes_named: bool = False, brief: bool = False) -> None:
     """Print one finding: what, where and the remedy, and unless `brief` the evidence and every message.
 
-    `nodes_named` prints the node even if there is only one. If `brief`, many names are joined in Slurm's notation. The
-    evidence is that of the first device, or with `every_place` of all.
+    `nodes_named` prints the node even if there is only one. If `brief`, many names are joined in Slurm's notation.
     """
     nodes = group.nodes if nodes_named or len(group.nodes) > 1 else ()
     one = len(group.subjects) == 1 and group.alike  # the heading names it
@@ -65,8 +62,8 @@ def print_group(
     else:
         print_indented(out, escape(group.message))
     wrong = group.status in ("fail", "warn")
-    proven = group.checks[: SHOWN if every_place else 1] if wrong and not brief else ()
-    for line in dict.fromkeys(line for check in proven for line in check.evidence[:4]):
+    shown = group.checks[: SHOWN if group.checks[0].code.startswith("env.") else 1]  # each setting, or the first device
+    for line in dict.fromkeys(line for check in shown for line in check.evidence[:4]) if wrong and not brief else ():
         print_indented(out, f"[dim]{escape(line)}[/dim]")
     if wrong or group.required:
         print_indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")
