@@ -137,18 +137,18 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
     from agent.terminal.advice import format_layout
     from contracts.job_config import ConfigError, parse_layout_text
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import compare, estimate_difference, forecast_named, plan, scaled, unjudged
+    from planner.recommend import compare, estimate_difference, explain_unsupported, forecast_named, plan, rescale
 
     with raise_as(RequestError, PLAN_ERRORS):
         model = request.required_model()
         cluster = request.cluster(snapshots)
-        if reason := unjudged(cluster):
+        if reason := explain_unsupported(cluster):
             raise NothingFitsError(reason)
         calibration = load_calibration(request.calibration) if request.calibration else None
         measured, ranks = request.measurements(), request.ranks(cluster)
         planned = plan(cluster, snapshots, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
-            planned = scaled(planned, step)
+            planned = rescale(planned, step)
         with raise_as(RequestError, ConfigError, "--compare: "):
             layouts = [parse_layout_text(text) for text in texts]
         first, second = (forecast_named(planned, layout) for layout in layouts)
