@@ -65,7 +65,7 @@ class Fleet:
         """Restart ranks with these environment variables; the next round waits for them."""
         for name in names:
             self._store.delete_key(f"join/{name}")
-            self._store.set(f"anew/{name}", json.dumps(environment))
+            self._store.set(f"restart/{name}", json.dumps(environment))
             self._restarted.add(int(name.partition("/")[0]))
 
     def name_ranks(self, nodes: Sequence[int]) -> list[str]:
