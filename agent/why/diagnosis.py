@@ -107,9 +107,9 @@ def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[st
     rows = {row.rank: row for text in texts for row in run_record.failed_ranks(text)}
     log = replace(log, errors={**{rank: row.error for rank, row in rows.items() if row.error}, **log.errors})
     facts = replace(
-        facts, log=log, first=_first_ended(texts, facts.first), failed={**facts.failed, **rows}, limit=sources.limit,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), stacks=logs.stacks,
-        hosts=found.rank_hosts if found else {}, world=_find_world(facts, log, found, rows),
+        facts, log=log, first=min(_list_first_ended(texts), default=("", facts.first))[1], limit=sources.limit,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), failed={**facts.failed, **rows},
+        hosts=found.rank_hosts if found else {}, world=_find_world(facts, log, found, rows), stacks=logs.stacks,
     )  # fmt: skip
     return facts, found, logs.ends, wrong
 
@@ -204,8 +204,8 @@ def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
     return ""
 
 
-def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
-    """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
+def _list_first_ended(texts: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Return the time and the rank that ended first on each node, by what torchrun wrote at the ends of logs."""
     for text in texts:
         first = run_record.find_first_failed(text)
         if first is None or not first.is_own:
@@ -217,8 +217,7 @@ def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
         if not (alike or (first.exit_code is None and -signal.SIGABRT in codes)):
-            return first.rank
-    return by_file
+            yield first.at, first.rank
 
 
 def _read_ras(source: str) -> ras.RasReport:
@@ -365,6 +364,9 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _CODES["ends_of_job"] for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
+        if causes and facts.stacks and verdict.state == "unknown":
+            seen = verdict.line.removeprefix("unknown: ")
+            causes = (replace(causes[0], evidence=(*causes[0].evidence, seen)), *causes[1:])
         line = f"failed: {causes[0].message if causes else 'the log says so'}"
         return replace(verdict, state="failed", line=line, causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":
