@@ -26,7 +26,7 @@ MAX_FILES: Final = 8_192
 MAX_GPUS: Final = 8_192
 MAX_RUNS: Final = 32
 
-_PEER = re.compile(rb"(?:(?:\bpeer|onnect to) (?=\S{1,255}?<\d+>)|\bPeer host id: )([^\s<]{1,255})")
+_PEER = re.compile(rb"(?:(?:\bpeer|onnect to) (?=\S{1,255}?<\d+>)|\bPeer host id: )([^\s<),]{1,255})")
 # `grep -C` puts "train.log-12-" before a line of the context.
 _LOG_NAME = re.compile(rb"[\w.-]*\.(?:log|txt|out|err|stdout|stderr)(?:\.\d+)?-(?:\d+-(?=[A-Za-z]))?(?=\w)")
 
