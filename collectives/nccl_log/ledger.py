@@ -112,8 +112,8 @@ class Ledger:
         """Return the host of each name in the log. A torn line may have only a part of the name."""
         counts = self.hosts
         pairs = permutations(counts if len(counts) <= 256 else (), 2)
-        seldom = ((part, name) for part, name in pairs if counts[name] > counts[part])
-        parts = {part: name for part, name in seldom if name.endswith(part) or part.endswith(name)}
+        rarer = ((part, name) for part, name in pairs if counts[name] > counts[part])
+        parts = {part: name for part, name in rarer if name.endswith(part) or part.endswith(name)}
         return {name: parts.get(name, name) for name in counts}
 
     def host_count(self) -> int:

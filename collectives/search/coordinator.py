@@ -65,7 +65,7 @@ class Fleet:
         """Restart ranks with these environment variables; the next round waits for them."""
         for name in names:
             self._store.delete_key(f"join/{name}")
-            self._store.set(f"anew/{name}", json.dumps(environment))
+            self._store.set(f"restart/{name}", json.dumps(environment))
             self._restarted.add(int(name.partition("/")[0]))
 
     def name_ranks(self, nodes: Sequence[int]) -> list[str]:
@@ -97,15 +97,15 @@ class Fleet:
                     if self._store.check([f"result/{number}/{name}"]):
                         each.results[name] = json.loads(self._store.get(f"result/{number}/{name}"))
                         each.progress_at = time.monotonic()
-                    elif self._is_given_up(each, name):
+                    elif self._record_if_stopped(each, name):
                         self._store.set(f"test/{self._run_id}/{number}/{index}/stop", "")
                     else:
                         continue
                     each.waiting.remove(name)
         return [_combine_results(each, self.name_ranks(each.test.nodes)) for each in running]
 
-    def _is_given_up(self, running: _RunningTest, name: str) -> bool:
-        """Record and return whether a rank is lost or hangs. A rank that hangs with most of its test is restarted."""
+    def _record_if_stopped(self, running: _RunningTest, name: str) -> bool:
+        """Record a rank that is lost, and restart one that hangs like most of its test. Return whether it is either."""
         silent, still, where = self.read_beat(name)
         running.progress_at = max(running.progress_at, time.monotonic() - still)
         node = int(name.partition("/")[0])
