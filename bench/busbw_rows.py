@@ -188,22 +188,13 @@ def _groups(row: Row, text: str, gpu: Gpu | None, wire: Interval | None) -> tupl
 def _inside(
     row: Row, text: str, gpu: Gpu | None, instance: _Instance | None, wire: Interval | None
 ) -> tuple[str | None, Interval | None]:
+    """Return what connects the GPUs of a host, and its bytes per second for each; None for a single GPU."""
     if row.gpus_per_node < 2 and not (gpu and is_of_a_rack(gpu)):
         return None, None
-    pair = re.search(r"\bnv(\d+)\b", text)
-    links = int(pair[1]) if pair else gpu.links if gpu else 0
     through = "PCIe" if gpu is None or not gpu.links else "NVSwitch" if gpu.interconnect == "NVSwitch" else "NVLink"
     capability = (gpu.compute_capability if gpu else None) or (0, 0)
-    meshed = "sxm" in text or "mesh" in text
-    if through == "NVLink" and gpu and capability > (7, 0) and not meshed:
-        bridged = pair or re.search(r"nvlink|bridge|\bnc\d+ad", text)
-        links = links if bridged else 0  # NVLink bridges are optional on these cards
-    if through == "NVLink" and row.gpus_per_node > 2 and (gpu is None or capability > (7, 0)) and not meshed:
-        links = 0  # a bridge connects two cards; only SXM2 boards connect more
-    if gpu and links and not (through == "NVLink" and "without p2p" in text):
-        if through == "NVLink" and capability == (7, 0) and not pair:
-            # A ring over part of a hybrid cube mesh, in which two pairs of each four GPUs have two links.
-            links = {2: 2, 3: 2, 4: 4}.get(row.gpus_per_node, 6)
+    links = _count_links(row, text, gpu, through) if gpu else 0
+    if links and not (through == "NVLink" and "without p2p" in text):
         return through, exact_rate(links * (nvlink_bytes_per_second(capability) or 0.0))
     # A 400 Gb/s NIC needs a PCIe slot of generation 5, and the GPUs behind the same switches have at least the same.
     fast = wire is not None and re.search(r"x\s*400", text) is not None
@@ -212,6 +203,22 @@ def _inside(
     refused = "without p2p" in text or "(shm" in text or bool(instance and instance.virtual)
     direct = (gpu.peers if gpu else True) and not refused
     return "PCIe" if direct else "shared memory", exact_rate(rate or 0.0)
+
+
+def _count_links(row: Row, text: str, gpu: Gpu, through: str) -> int:
+    """Return the NVLinks of each GPU that a ring over all GPUs of the host uses."""
+    pair = re.search(r"\bnv(\d+)\b", text)
+    links, capability = int(pair[1]) if pair else gpu.links, gpu.compute_capability or (0, 0)
+    if through != "NVLink":
+        return links
+    if capability > (7, 0) and "sxm" not in text and "mesh" not in text:
+        # Bridges are optional on these cards. A bridge connects two cards; only SXM2 boards connect more.
+        is_bridged = pair or re.search(r"nvlink|bridge|\bnc\d+ad", text)
+        return links if is_bridged and row.gpus_per_node <= 2 else 0
+    if capability == (7, 0) and not pair:
+        # A ring over part of a hybrid cube mesh, in which two pairs of each four GPUs have two links.
+        return {2: 2, 3: 2, 4: 4}.get(row.gpus_per_node, 6)
+    return links
 
 
 def _network(row: Row, text: str, instance: _Instance | None) -> tuple[str, Interval]:

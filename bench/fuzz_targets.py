@@ -454,7 +454,7 @@ def flight_recorder(data: bytes) -> object:
 def ras_answer(data: bytes) -> object:
     """The response of NCCL RAS, and the ranks that are behind in it."""
     report = ras.read(_json(lambda: document_of("ras"), data))
-    return [ras.behind(comm) for comm in report.comms]
+    return [ras.find_laggards(comm) for comm in report.comms]
 
 
 @reads(b"{}", seed("watchdog.log"), seed("watched.log"))

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,6 +29,14 @@ MEASURED: list[float] = TABLE["measured"]
 KINDS = ("slow", "slow", "slow", "stuck", "dies", "part", "opaque")
 
 
+class Fault(NamedTuple):
+    """A fault of a node."""
+
+    kind: str  # one of KINDS
+    excess: float  # of the time, relative to that of a good node
+    side: str  # "sends", "receives", "both"
+
+
 @dataclass(slots=True, kw_only=True)
 class Fleet:
     """Nodes with their faults."""
@@ -36,35 +44,41 @@ class Fleet:
     domains: list[str]
     sigma: float  # of the log of a transfer's time; 0: drawn from measured times
     draw: random.Random
-    faults: dict[int, tuple[str, float, str]] = field(default_factory=dict)  # node: kind, relative excess time, side
+    faults: dict[int, Fault] = field(default_factory=dict)  # by node
     links: dict[tuple[int, int], float] = field(default_factory=dict)  # relative excess time; infinite: stuck
-    own: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)  # deviation of each node from the usual time
 
     def run(self, test: Test, rare: set[int]) -> Outcome:
-        """Simulate a test."""
-        dead = {node: "dead" for node in test.nodes if self.faults.get(node, ("",))[0] == "dies"}
+        """Simulate a test. The nodes in `rare` are slower in this round."""
+        kinds = {node: self.faults[node].kind for node in test.nodes if node in self.faults}
         if test.kind == "alone":
-            slow = {node: fault[1] for node, fault in self.faults.items() if fault[0] == "part"}
-            times = [(n, "GPU0 matmul", self.draw.gauss(1, 0.02) * (1 + slow.get(n, 0.0))) for n in test.nodes]
-            return Outcome(alone=tuple(times))
-        if any(self.faults.get(node, ("",))[0] == "opaque" for node in test.nodes):
-            return Outcome(lost=dead, ended=bool(dead))
+            return Outcome(alone=tuple((node, "GPU0 matmul", self.time_alone(node)) for node in test.nodes))
+        lost = {node: "dead" for node, kind in kinds.items() if kind == "dies"}
+        if "opaque" in kinds.values():
+            return Outcome(lost=lost, ended=bool(lost))
         size, transfers, stuck = len(test.nodes), [], []
-        sends, receives = ([self.excess(node, side) for node in test.nodes] for side in ("sends", "receives"))
-        factors = [self.own[node] * (1.3 if node in rare else 1.0) for node in test.nodes]
         for stride in range(1, size):
             for place, source in enumerate(test.nodes):
-                other = (place + stride) % size
-                target = test.nodes[other]
-                excess = max(sends[place], receives[other], self.links.get((source, target), 0.0))
-                if excess == float("inf"):
+                target = test.nodes[(place + stride) % size]
+                usual = self.time_transfer(source, target, rare)
+                if usual == math.inf:
                     stuck.append((source, target))
-                    continue
-                usual = (1 + excess) * max(factors[place], factors[other])
-                transfers += [(source, target, -1, usual * self.noise()) for _ in range(test.repeats)]
+                else:
+                    transfers += [(source, target, -1, usual * self.noise()) for _ in range(test.repeats)]
             if stuck:
                 break
-        return Outcome(transfers=tuple(transfers), stuck=tuple(stuck), lost=dead)
+        return Outcome(transfers=tuple(transfers), stuck=tuple(stuck), lost=lost)
+
+    def time_alone(self, node: int) -> float:
+        """Draw the time of a matrix product."""
+        fault = self.faults.get(node)
+        return self.draw.gauss(1, 0.02) * (1 + (fault.excess if fault and fault.kind == "part" else 0.0))
+
+    def time_transfer(self, source: int, target: int, rare: set[int]) -> float:
+        """Return the usual time of a transfer, which its slower end determines; infinite if no byte moves."""
+        ends = (self.excess(source, "sends"), self.excess(target, "receives"))
+        excess = max(*ends, self.links.get((source, target), 0.0))
+        return (1 + excess) * max(self.own[node] * (1.3 if node in rare else 1.0) for node in (source, target))
 
     def noise(self) -> float:
         """Draw the time of a transfer as a multiple of its usual time."""
@@ -73,11 +87,12 @@ class Fleet:
 
     def excess(self, node: int, side: str) -> float:
         """Return the excess time of a node's transfers on one side (sends or receives)."""
-        kind, excess, direction = self.faults.get(node, ("", 0.0, ""))
-        hit = direction in ("both", side)
-        if kind == "dies" or (kind == "stuck" and hit):
-            return float("inf")
-        return excess if kind == "slow" and hit else 0.0
+        fault = self.faults.get(node)
+        if fault is None or (fault.kind != "dies" and fault.side not in ("both", side)):
+            return 0.0
+        if fault.kind in ("dies", "stuck"):
+            return math.inf
+        return fault.excess if fault.kind == "slow" else 0.0
 
 
 def fleet(row: Mapping[str, Any], seed: int) -> Fleet:
@@ -91,7 +106,7 @@ def fleet(row: Mapping[str, Any], seed: int) -> Fleet:
     for node in draw.sample(range(nodes), row["bad"]):
         kind = draw.choice(kinds)
         excess = 10 ** draw.uniform(-1.5, 1) if kind == "slow" else draw.uniform(0.3, 2)  # 3 % to 10 times
-        drawn.faults[node] = (kind, excess, draw.choice(("both", "sends", "receives")))
+        drawn.faults[node] = Fault(kind, excess, draw.choice(("both", "sends", "receives")))
     groups = [group for group in Search(names)._group_near(range(nodes)) if len(group) > 2]
     while len(drawn.links) < row["links"]:
         pair = tuple(draw.sample(draw.choice(groups), 2))
@@ -126,7 +141,7 @@ def search(fleet: Fleet, name: str, score: Score) -> None:
     bad = {verdict.node for verdict in verdicts if verdict.state == "bad"}
     visible = searched.visible_loss() or 1.0
     for node, fault in fleet.faults.items():
-        hidden = fault[0] == "slow" and fault[1] / (1 + fault[1]) < visible
+        hidden = fault.kind == "slow" and fault.excess / (1 + fault.excess) < visible
         score.faults += not hidden
         score.hidden += hidden
         if node not in bad and not hidden:

@@ -14,7 +14,7 @@ from typing import Any
 from contracts.layout import Checkpointing, Layout, Sharding
 from contracts.tables import read_table
 from hardware.gpus import Gpu
-from planner.forecast.engine import Engine, Fsdp, Share, StateBytes
+from planner.forecast.engine import Engine, Exchanges, Fsdp, Share, StateBytes
 from planner.forecast.memory import count_states
 from planner.forecast.specs import TrainSpec
 from planner.stacks import ENGINES, Trl, make_engine
@@ -74,9 +74,9 @@ class TrlOfFsdp1(Trl):
         """Whether gradients are sharded; they are not before the last micro-batch."""
         return share.layout.gradient_accumulation == 1 and super().shards_gradients(share)
 
-    def count_exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
+    def count_exchanges(self, train: TrainSpec, layout: Layout) -> Exchanges:
         """Gradients are reduced after the last micro-batch."""
-        return (*super().count_exchanges(train, layout)[:2], 1)
+        return super().count_exchanges(train, layout)._replace(scatters=1)
 
     def logits(self, share: Share) -> float:
         """Return the bytes of the loss, or those of the gradients of all inputs and of one recomputed layer."""

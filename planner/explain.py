@@ -17,7 +17,7 @@ from planner.forecast.compute import Job, gpu_rates
 from planner.forecast.links import Links, Speed
 from planner.forecast.memory import memory_of
 from planner.forecast.specs import active_weights, trained_weights, weights
-from planner.forecast.step_time import COMMUNICATION, StepParts, forecast_step, prepare_step, strides
+from planner.forecast.step_time import COMMUNICATION, StepParts, find_strides, forecast_step, prepare_step
 from planner.search import Candidate, Planned, difference_sigma, list_broken_by_degrees
 
 _WORDS, _MEMORY, _HELPS = (read_table(__file__, "explain.toml")[part] for part in ("parts", "memory", "helps"))
@@ -30,12 +30,13 @@ def link_of(links: Links, layout: Layout, part: str) -> Speed | None:
     """Return the link that one component of the traffic uses; for offloading, only if its rate is known."""
     if part == "offload":
         return links.host if links.host.how != "assumed" else None
-    cp, _, replicate, pp = strides(layout)
-    hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
-    groups = {
-        "tensor_parallel": (layout.tp, 1), "context_parallel": (layout.cp, cp), "pipeline_send": (layout.pp, pp),
-        "expert_parallel": (layout.ep, 1), "gather": (layout.dp_shard * layout.cp, cp),
-        "reduce": (layout.dp_replicate, replicate) if hybrid else (layout.data_parallel * layout.cp, cp),
+    strides, is_hybrid = find_strides(layout), layout.dp_replicate > 1 and layout.dp_shard > 1
+    all_replicas = (layout.data_parallel * layout.cp, strides["cp"])
+    groups = {  # size and stride
+        "tensor_parallel": (layout.tp, 1), "expert_parallel": (layout.ep, 1),
+        "context_parallel": (layout.cp, strides["cp"]), "pipeline_send": (layout.pp, strides["pp"]),
+        "gather": (layout.dp_shard * layout.cp, strides["cp"]),
+        "reduce": (layout.dp_replicate, strides["dp_replicate"]) if is_hybrid else all_replicas,
     }  # fmt: skip
     return links.crosses(*groups[part]) if part in groups else None
 
@@ -86,10 +87,9 @@ def sigmas_of_rates(job: Job, layout: Layout, parts: StepParts, *, host_measured
             largest = max(largest, abs(moved(replace(job, links=links))))
         variance += largest**2
     if job.has_gpu and not host_measured:
-        faster, slower = (
-            moved(replace(job, rates=replace(job.rates, launch_seconds=job.rates.launch_seconds * math.exp(sigma))))
-            for sigma in (-SIGMAS["launch"], SIGMAS["launch"])
-        )
+        launches = [job.rates.launch_seconds * math.exp(sign * SIGMAS["launch"]) for sign in (-1, 1)]
+        rates = (replace(job.rates, launch_seconds=seconds) for seconds in launches)
+        faster, slower = (moved(replace(job, rates=each)) for each in rates)
     return math.sqrt(variance + faster**2), math.sqrt(variance + slower**2)
 
 

@@ -28,9 +28,9 @@ from planner.forecast.faults import Findings, apply_findings, cut_domains, find_
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, make_links
 from planner.forecast.memory import checkpoint_bytes, memory_of
 from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, longest_row
-from planner.nccl_env import environment as nccl_env, newest_read, version_text
+from planner.nccl_env import Version, environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, make_situation
-from planner.search import Candidate, Planned, Ranking, difference_sigma, fitting, list_broken, search, usual_options
+from planner.search import Candidate, Planned, Ranking, difference_sigma, fit_memory, list_broken, search, usual_options
 from planner.stacks import find_engine
 from planner.stacks.exports import list_unwritten
 from probes.api import Snapshot
@@ -102,7 +102,7 @@ def _board_rates(gpu: Gpu, snapshots: Sequence[Snapshot], train: TrainSpec, prec
     return replace(rates, inputs=(*rates.inputs, note))
 
 
-def unjudged(cluster: ClusterTopology) -> str:
+def explain_unsupported(cluster: ClusterTopology) -> str:
     """Return why catalogue machines with GPUs that NCCL does not support get no forecast; else ""."""
     gpus = (find_gpu(gpu.model) for node in cluster.nodes[:1] for gpu in node.gpus[:1])
     gpu = next((known_gpu for known_gpu in gpus if known_gpu is not None and known_gpu.maker != "NVIDIA"), None)
@@ -192,9 +192,8 @@ def plan(
         forecast = "fp32"
         precision = precision if "precision" in requested else "fp32"
     if model.max_positions and train.sequence_length > model.max_positions:  # rules check a learned position table
-        unknowns.append(
-            _text("positions", tokens=train.sequence_length, model=model.name, positions=model.max_positions)
-        )
+        text = _text("positions", tokens=train.sequence_length, model=model.name, positions=model.max_positions)
+        unknowns.append(text)
     rates = _find_rates(cluster, snapshots, train, links.ranks_per_node, forecast, unknowns)
     now = apply_findings(links, findings or {}, snapshots, interface=interface)
     links, gpu = now.links, find_gpu(rates.device)
@@ -205,31 +204,12 @@ def plan(
         capacity = float(min(sizes)) if sizes else capacity
     if capacity is None:
         unknowns.append(_text("unknown_memory"))
-    if lost := [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]:
-        unknowns.append(_text("lost_gpus", names=", ".join(lost[:8])))
-    capability = _get_capability(cluster)
-    if precision == "bf16" and capability is not None and capability < (8, 0):
-        unknowns.append(_text("no_bf16", device=rates.device))
-    used = (links.node if links.ranks_per_node > 1 else None, links.network)
-    unknowns += [_describe_unmeasured(speed) for speed in used if speed is not None and speed.how == "assumed"]
-    unknowns += _list_plugins(cluster, links.network, snapshots)
-    models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
-    if len(models) > 1:
-        unknowns.append(_text("mixed_gpus", models=", ".join(map(str, models))))
-    counts = [sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes]  # a catalogue's: of the job
-    counts += [row.gpus for row in catalogue() if row.name == cluster.nodes[0].sku and not snapshots]
-    if has_gpu and links.ranks_per_node < max(counts):
-        unknowns.append(_text("fewer_ranks", ranks=links.ranks_per_node, most=max(counts)))
-    if model.towers:
-        unknowns.append(_text("towers", model=model.name, towers=" and ".join(model.towers)))
-    if longer := sum(rows for length, rows in train.length_histogram if length > train.sequence_length):
-        rows = sum(rows for _, rows in train.length_histogram)
-        unknowns.append(_text("cut_rows", longer=longer, rows=rows, tokens=train.sequence_length))
     job = Job(
-        model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, compute_capability=capability,
-        host_memory_bytes=_get_host_memory(cluster, snapshots), rates=rates, constants=DEFAULT if has_gpu else CPU,
-        host_adam_bytes_per_second=DEFAULT["adam_thread_bytes_per_second"],
+        model=model, train=train, links=links, engine=engine, has_gpu=has_gpu, rates=rates,
+        compute_capability=_get_capability(cluster), host_memory_bytes=_get_host_memory(cluster, snapshots),
+        constants=DEFAULT if has_gpu else CPU, host_adam_bytes_per_second=DEFAULT["adam_thread_bytes_per_second"],
     )  # fmt: skip
+    unknowns += _list_unknowns(job, precision, cluster, snapshots)
     if calibration is not None:
         check_device(calibration, rates.device, forecast)
         job = apply_calibration(calibration, job)
@@ -244,6 +224,30 @@ def plan(
         slowed=tuple(dict.fromkeys(now.words)),
         requested=requested,
     )  # fmt: skip
+
+
+def _list_unknowns(job: Job, precision: str, cluster: ClusterTopology, snapshots: Sequence[Snapshot]) -> Iterator[str]:
+    """Yield what the forecast assumes, or does not include, about GPUs, links, model and rows."""
+    links, model, train = job.links, job.model, job.train
+    if lost := [gpu.name for node in cluster.nodes for gpu in node.gpus if not gpu.usable]:
+        yield _text("lost_gpus", names=", ".join(lost[:8]))
+    if precision == "bf16" and job.compute_capability is not None and job.compute_capability < (8, 0):
+        yield _text("no_bf16", device=job.rates.device)
+    used = (links.node if links.ranks_per_node > 1 else None, links.network)
+    yield from (_describe_unmeasured(speed) for speed in used if speed is not None and speed.how == "assumed")
+    yield from _list_plugins(cluster, links.network, snapshots)
+    models = dict.fromkeys(gpu.model for node in cluster.nodes for gpu in node.gpus if gpu.usable)
+    if len(models) > 1:
+        yield _text("mixed_gpus", models=", ".join(map(str, models)))
+    counts = [sum(gpu.usable for gpu in node.gpus) for node in cluster.nodes]  # a catalogue's: of the job
+    counts += [row.gpus for row in catalogue() if row.name == cluster.nodes[0].sku and not snapshots]
+    if job.has_gpu and links.ranks_per_node < max(counts):
+        yield _text("fewer_ranks", ranks=links.ranks_per_node, most=max(counts))
+    if model.towers:
+        yield _text("towers", model=model.name, towers=" and ".join(model.towers))
+    if longer := sum(rows for length, rows in train.length_histogram if length > train.sequence_length):
+        rows = sum(rows for _, rows in train.length_histogram)
+        yield _text("cut_rows", longer=longer, rows=rows, tokens=train.sequence_length)
 
 
 def _list_plugins(cluster: ClusterTopology, network: Speed | None, snapshots: Sequence[Snapshot]) -> Iterator[str]:
@@ -273,7 +277,7 @@ def _describe_unmeasured(speed: Speed) -> str:
     return text
 
 
-def scaled(planned: Planned, measured: MeasuredStep) -> Planned:
+def rescale(planned: Planned, measured: MeasuredStep) -> Planned:
     """Return the plan with all step times scaled by the ratio of this measured step to its forecast.
 
     Raises LayoutError, as `forecast_named` does.
@@ -316,7 +320,7 @@ def forecast_named(planned: Planned, members: Mapping[str, Any]) -> RankedLayout
             raise LayoutError(_text("indivisible_batch", batch=batch, ranks=ranks, micro_batch=shape.micro_batch))
         shape = replace(shape, gradient_accumulation=accumulation)
     shape = replace(shape, stage_layers=uneven_stages(planned.job.model.layers, shape.pp * shape.virtual_stages))
-    fit = fitting(planned.job, shape, planned.budget, fixed=members)
+    fit = fit_memory(planned.job, shape, planned.budget, fixed=members)
     return forecast_layout(planned, shape if isinstance(fit, float) else fit[0])
 
 
@@ -326,12 +330,13 @@ def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
     return _text("may_not_fit", low=needs.low / GIB, high=needs.high / GIB, capacity=(planned.capacity or 0.0) / GIB)
 
 
-def _list_assumptions(job: Job, ranked: RankedLayout) -> Iterator[str]:
-    """Yield what the forecast assumes about settings, releases and data that no option names; and a very long step."""
+def _list_limits(job: Job, ranked: RankedLayout) -> Iterator[str]:
+    """Yield what the forecast assumes of engine and data, a step that is very long, and what no export contains."""
     engine, layout, minutes = job.engine, ranked.layout, ranked.forecast.step_seconds.mid / 60.0
-    share = share_of(job.model, job.train, layout)
     if engine.uses_cuda_graph(job.model, layout):
         yield _text("cuda_graph", settings=" ".join(engine.cuda_graph_arguments))
+    share = share_of(job.model, job.train, layout)
+    # Without this setting no gradient is sharded before the last micro-batch.
     if engine.sync_setting and share.sharded and not share.adapters and layout.gradient_accumulation > 1:
         held = engine.reduced_bytes(job.train, layout) * share.trained / GIB
         yield _text("sync_setting", setting=engine.sync_setting, held=held)
@@ -341,6 +346,7 @@ def _list_assumptions(job: Job, ranked: RankedLayout) -> Iterator[str]:
         yield _text("experts_of_transformers")
     if minutes > _LONGEST_STEP_MINUTES:
         yield _text("long_step", minutes=minutes, dominant=ranked.forecast.dominant, longest=_LONGEST_STEP_MINUTES)
+    yield from list_unwritten(ExportRequest(layout=layout, model=job.model, train=job.train, on_gpu=job.has_gpu))
 
 
 def forecast_layout(planned: Planned, layout: Layout) -> RankedLayout:
@@ -366,7 +372,7 @@ def estimate_difference(planned: Planned, first: RankedLayout, second: RankedLay
 def recommend(
     cluster: ClusterTopology, snapshots: Sequence[Snapshot], model: ModelSpec, train: TrainSpec,
     measurements: Sequence[Measurement] = (), calibration: Calibration | None = None,
-    nccl_version: tuple[int, int, int] | None = None, *,
+    nccl_version: Version | None = None, *,
     ranks_per_node: int | None = None, multi_node: bool | None = None, findings: Findings | None = None,
     measured_step: MeasuredStep | None = None,
 ) -> Recommendation:  # fmt: skip
@@ -381,7 +387,7 @@ def recommend(
     answer = replace(nccl_env.settings(case), model=model, train=train)
     if answer.unsupported:
         seen = f"{answer.unsupported} seen (PCI class and vendor), {answer.backend.upper()} is not supported yet"
-        reason = unjudged(cluster) or seen
+        reason = explain_unsupported(cluster) or seen
         unsupported = Rejected(what="every layout", rule=answer.backend, reason=reason)
         return replace(answer, rejected=(unsupported,), unknowns=(reason,))
     set_to = {setting.name: setting.value for setting in answer.settings}
@@ -391,7 +397,7 @@ def recommend(
         interface=set_to.get("NCCL_SOCKET_IFNAME"),
     )  # fmt: skip
     if measured_step:
-        planned = scaled(planned, measured_step)
+        planned = rescale(planned, measured_step)
     healthy = None
     if planned.slowed:
         links = make_links(cluster, ranks_per_node=ranks_per_node)
@@ -400,12 +406,13 @@ def recommend(
             healthy = best_layout(replace(
                 again, scale=planned.scale, calibrated=planned.calibrated, global_batch=planned.global_batch,
             ))  # fmt: skip
-    result = search(planned)
-    for other in _list_other_batches(planned):
-        if result.best:
-            break
-        planned = replace(planned, global_batch=other)
-        result = search(planned)
+    return _choose_layout(planned, replace(answer, slowed=planned.slowed, healthy=healthy), nccl_version)
+
+
+def _choose_layout(planned: Planned, answer: Recommendation, nccl_version: Version | None) -> Recommendation:
+    """Add to the answer the best layout, the next ones and the rejected ones, what is unknown, and what would help."""
+    planned, result = _search_batches(planned)
+    job, train = planned.job, planned.job.train
     is_certain = bool(result.best)
     if not is_certain:
         result = replace(result, best=search(planned, surely=False).best[:1])
@@ -424,29 +431,36 @@ def recommend(
     best = result.best[: 1 + _RUNNERS_UP]
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
-        job, layout = planned.job, winner.layout
         helps = (*_suggest_batch(planned, best[0]), *helps_most(job, best[0], planned.capacity))
-        unknowns += _list_assumptions(job, winner)
-        unknowns += list_unwritten(ExportRequest(layout=layout, model=model, train=train, on_gpu=job.has_gpu))
+        unknowns += _list_limits(planned.job, winner)
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
-            helps = (*nearest(planned), *helps) if planned.requested else helps
+            helps = (*suggest_nearest(planned), *helps) if planned.requested else helps
         elif is_certain and best[0].may_be_tight:
             high, capacity = winner.forecast.memory_bytes.high, planned.capacity or 0.0
             unknowns.append(_text("tight_memory", high=high / GIB, capacity=capacity / GIB))
     elif planned.requested:
         rejected = (_explain_refusal(planned, result), *rejected)
-        helps = nearest(planned)
+        helps = suggest_nearest(planned)
     else:
         unknowns.append("no layout of this engine fits")
-    fit = f"{len(result.best)} combinations of parallelism fit"
-    note = Note(topic="search", text=f"{result.forecast_count} layouts forecast, {fit}")
+    text = f"{result.forecast_count} layouts forecast, {len(result.best)} combinations of parallelism fit"
     return replace(
-        answer, notes=(*answer.notes, note), backend="nccl" if planned.job.has_gpu else "gloo", chosen=winner,
-        runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=rejected,
+        answer, notes=(*answer.notes, Note(topic="search", text=text)), backend="nccl" if job.has_gpu else "gloo",
+        chosen=winner, runners_up=tuple(rank(planned, other, best[0]) for other in best[1:]), rejected=rejected,
         helps_most=helps, unknowns=tuple(unknowns),
-        slowed=planned.slowed, healthy=healthy,
     )  # fmt: skip
+
+
+def _search_batches(planned: Planned) -> tuple[Planned, Ranking]:
+    """Search with the planned batch and, until a layout fits, with other batches. Return the plan with the last one."""
+    result = search(planned)
+    for batch in _list_other_batches(planned):
+        if result.best:
+            break
+        planned = replace(planned, global_batch=batch)
+        result = search(planned)
+    return planned, result
 
 
 def _choose_for_shorter_rows(planned: Planned, result: Ranking) -> tuple[Ranking, str]:
@@ -523,7 +537,7 @@ _TELLING = ("micro_batch", "sharding", "checkpointing", "offload", "precision", 
 _FREED = ("gradient_accumulation", "reshard_after_forward", "fused_cross_entropy")
 
 
-def nearest(planned: Planned) -> tuple[str, ...]:
+def suggest_nearest(planned: Planned) -> tuple[str, ...]:
     """Return the changes to the job's settings with which it can run with the same batch; empty if nothing helps.
 
     A smaller micro-batch with more accumulation is preferred; else every setting but the precision may change.
@@ -549,8 +563,7 @@ def best_layout(planned: Planned) -> RankedLayout | None:
 def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
     """Compare two forecasts by component: (name, seconds of the first, seconds of the second)."""
     left, right = ({part.name: part.value for part in each.forecast.time_parts} for each in (first, second))
-    names = dict.fromkeys([*left, *right])
-    rows = [(name, left.get(name, 0.0), right.get(name, 0.0)) for name in names]
+    rows = [(name, left.get(name, 0.0), right.get(name, 0.0)) for name in dict.fromkeys([*left, *right])]
     return (*rows, ("step", first.forecast.step_seconds.mid, second.forecast.step_seconds.mid))
 
 
@@ -566,12 +579,10 @@ def frontier(
     """
     for network in filter(None, networks):
         machines.network_bytes_per_second(network)
+    cases = [(name, n, network) for name in names for n in nodes for network in (networks if n > 1 else networks[:1])]
     points = [
         _make_point(machines.cluster(name, count, gpus_per_node=gpus_per_node), machines.machine(name).name,
-               (network, transport), model, train, tokens, prices)
-        for name in names
-        for count in nodes
-        for network in (networks if count > 1 else networks[:1])
+                    (network, transport), model, train, tokens, prices) for name, count, network in cases
     ]  # fmt: skip
     fits = {id(p): (p.seconds.mid, p.cost.mid if p.cost else p.gpu_hours or math.inf) for p in points if p.seconds}
     beaten = {
@@ -594,7 +605,7 @@ def _make_point(
             cluster = machines.over_network(cluster, speed, transport)
         except machines.MachineError as error:
             return replace(here, reason=str(error))
-    if reason := unjudged(cluster):
+    if reason := explain_unsupported(cluster):
         return replace(here, reason=reason)
     planned = plan(cluster, (), model, train)
     result = search(planned)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from contracts.layout import Checkpointing, Layout, Precision, Schedule, Sharding
+from contracts.layout import Checkpointing, Layout, Precision, Schedule
 from hardware.gpus import find_gpu
 from hardware.units import GIB, GIGA
 from planner.advice import Rejected
@@ -75,7 +75,7 @@ def _check_rows(job: Job, layout: Layout) -> Iterator[Violation]:
     """Sequences and experts are divided evenly.
 
     Ring attention divides a sequence into 2 x CP parts. Expert parallelism gives each rank whole experts, within one
-    pipeline stage (docs/decisions/0022).
+    pipeline stage (docs/decisions/0138).
     """
     model, length, ranks = job.model, job.train.sequence_length, layout.world_size // layout.pp
     if layout.cp > 1 and length % (2 * layout.cp):
@@ -236,27 +236,28 @@ def _list_powers(limit: int) -> list[int]:
     return [1 << i for i in range(limit.bit_length()) if 1 << i <= limit]
 
 
-def _list_shardings(job: Job, dp: int, in_node: int, requested: object) -> Iterator[tuple[Sharding, int, int, bool]]:
-    """Yield (sharding, dp_shard, dp_replicate, reshard_after_forward); groups of the `requested` size if given."""
+def _list_shardings(job: Job, dp: int, in_node: int, requested: object) -> Iterator[dict[str, Any]]:
+    """Yield the values of a layout that say how it is sharded; with groups of the `requested` size if given."""
     can = job.engine.can
     if dp == 1:
-        yield "zero3" if "zero3" in can else "ddp", 1, 1, True
+        yield {"sharding": "zero3" if "zero3" in can else "ddp"}
         return
     if "ddp" in can:
-        yield "ddp", 1, dp, True
-    zeros: tuple[Sharding, ...] = ("zero1", "zero2")
-    for zero in zeros:  # FSDP's follows below
-        if zero in can and job.engine.as_run(Layout(world_size=dp, dp_shard=dp, sharding=zero)).sharding == zero:
-            yield zero, dp, 1, True
+        yield {"sharding": "ddp", "dp_replicate": dp}
+    for zero in ("zero1", "zero2"):  # FSDP's follows below
+        whole: dict[str, Any] = {"sharding": zero, "dp_shard": dp}
+        if zero in can and job.engine.as_run(Layout(world_size=dp, **whole)).sharding == zero:
+            yield whole
     reshards = (True, False) if job.engine.reshard else (True,)
     if "zero3" in can:
-        yield from (("zero3", dp, 1, reshard) for reshard in reshards)
+        yield from ({"sharding": "zero3", "dp_shard": dp, "reshard_after_forward": reshard} for reshard in reshards)
     if "hsdp" in can:
         group = requested if isinstance(requested, int) and requested > 1 else max(2, in_node)
         while group < dp:
             if dp % group == 0:
+                hybrid = {"sharding": "zero3", "dp_shard": group, "dp_replicate": dp // group}
                 for reshard in reshards if group in (in_node, requested) else (True,):
-                    yield "zero3", group, dp // group, reshard
+                    yield {**hybrid, "reshard_after_forward": reshard}
             group *= 2 if group * 2 <= 4 * in_node else 4
 
 
@@ -360,7 +361,7 @@ class _Search:
     indivisible: dict[int, None] = field(default_factory=dict)  # data-parallel degrees that do not divide the batch
     forbidden: dict[str, Rejected] = field(default_factory=dict)  # by rule
     broken: Violation | None = None  # the first rule that the degrees of the current split violate
-    fitted: Layout | None = None  # the last that fitted in this split, without interleaving: `after` of `fitting`
+    fitted: Layout | None = None  # the last that fitted in this split, without interleaving: `after` of `fit_memory`
 
     def splits(self) -> Iterator[Layout]:
         """Yield every combination of degrees and sharding."""
@@ -373,10 +374,8 @@ class _Search:
                 self.indivisible[dp] = None
                 continue
             in_node = max(1, self.job.links.domain_size // (tp * cp))
-            shardings = _list_shardings(self.job, dp, in_node, self.named.get("dp_shard"))
-            for sharding, shard, replicate_degree, reshard in shardings:
-                yield Layout(world_size=self.planned.world, dp_replicate=replicate_degree, dp_shard=shard,
-                             sharding=sharding, reshard_after_forward=reshard, **degrees)  # fmt: skip
+            for sharding in _list_shardings(self.job, dp, in_node, self.named.get("dp_shard")):
+                yield Layout(world_size=self.planned.world, **sharding, **degrees)
 
     def attempt_batches(self, split: Layout) -> None:
         """Forecast one split with increasing micro-batch, until one fits with no number of chunks."""
@@ -439,7 +438,7 @@ class _Search:
             self.forbidden.setdefault(broken.rule, Rejected(what=key, rule=broken.rule, reason=broken.reason))
             return None
         self.ranking.forecast_count += 1
-        fit = fitting(self.job, base, self.budget, fixed=self.named, after=self.fitted)
+        fit = fit_memory(self.job, base, self.budget, fixed=self.named, after=self.fitted)
         if isinstance(fit, float):
             self.missing_bytes[key] = min(self.missing_bytes.get(key, fit), fit)
             for offloaded in (replace(base, offload=target) for target in self.job.engine.offloads):
@@ -512,7 +511,7 @@ def difference_sigma(job: Job, first: Candidate, other: Candidate) -> float:
 _CHOICES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
-def fitting(
+def fit_memory(
     job: Job, base: Layout, budget: float | None, *, fixed: Mapping[str, object], after: Layout | None = None,
 ) -> tuple[Layout, MemoryParts] | float:  # fmt: skip
     """Return the lightest checkpointing that fits, else offloading, else the bytes missing for full checkpointing.

@@ -1,4 +1,4 @@
-"""The probes of a scan, in order, and their findings. A new probe needs only one new line here, in `ALL`."""
+"""The probes of a scan, in order, and their findings. A new probe needs an import and a line in `ALL` here."""
 
 from __future__ import annotations
 

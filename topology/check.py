@@ -198,7 +198,7 @@ def _check_gpu_nic(node: NodeTopology, farthest: PathClass | None) -> Iterator[F
                 designed or (Status.INFO if relay else Status.WARN if direct & set(near.nics) else Status.FAIL),
                 near.gpu, (*_cite_pairs(node, near), *relay), nics=some(near.nics, limit=4), near=near,
                 beyond="PXB by default" if farthest is None else f"NCCL_NET_GDR_LEVEL, {farthest.name}",
-                phb=_text("node_is_phb") * (near.label == "NODE") + hidden,
+                phb=_text("node_is_phb") * (near.label == "NODE") + _text("of_vm") * (node.source != "probes") + hidden,
             )  # fmt: skip
 
 

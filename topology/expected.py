@@ -63,7 +63,7 @@ def _to_tuples(value: Any) -> Any:
 
 
 FACTORS = Factors(**{name: _to_tuples(value) for name, value in read_table(__file__, "factors.toml").items()})
-OPS = ("all_gather", "reduce_scatter", "all_reduce")
+OPS = ("all_gather", "reduce_scatter", "all_reduce")  # collectives that can be compared with a bar
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # how often a ring transfers all data
 NVLS_LEAST_RANKS = 5  # NCCL uses the ring for up to four GPUs per tray: 0.86 to 0.94 of it, aiconfigurator, 4 ranks
 _LARGE_NVLS = 8 << 30  # bytes

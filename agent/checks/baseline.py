@@ -70,11 +70,8 @@ def _read_baseline(path: Path) -> Baseline:
     version = value.get("schema_version")
     if not isinstance(version, int) or not 1 <= version <= REPORT_VERSION:
         raise GateError(f"schema_version is {version!r}; this release reads 1 to {REPORT_VERSION}")
-    buses = {
-        str(snapshot["hostname"]): plain.read(snapshot["outcomes"]["pci"]["facts"], PciFacts)
-        for snapshot in value.get("snapshots") or ()
-        if "facts" in snapshot["outcomes"].get("pci", {})
-    }
+    snapshots = [one for one in value.get("snapshots") or () if "facts" in one["outcomes"].get("pci", {})]
+    buses = {str(one["hostname"]): plain.read(one["outcomes"]["pci"]["facts"], PciFacts) for one in snapshots}
     busbw = _read_busbw(value["bench"]) if value.get("bench") else {}
     return Baseline(statuses=_select_worst(value["checks"]), buses=buses, busbw=busbw)
 

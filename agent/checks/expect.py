@@ -240,11 +240,8 @@ def _list_hca_ports(snapshot: Snapshot) -> dict[str, list[RdmaPort]] | None:
         return {} if _is_absent(snapshot, "rdma") else None
     if any(port.state is None for device in facts.in_reach for port in device.ports):
         return None
-    return {
-        device.name: [port for port in device.ports if port.state == "ACTIVE"]
-        for device in facts.in_reach
-        if device.kind in ("hca", "efa")
-    }
+    devices = [device for device in facts.in_reach if device.kind in ("hca", "efa")]
+    return {device.name: [port for port in device.ports if port.state == "ACTIVE"] for device in devices}
 
 
 def _check_hcas(snapshot: Snapshot, _topology: NodeTopology, expected: NodeExpectation) -> Judgement:

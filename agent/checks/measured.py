@@ -18,14 +18,13 @@ from contracts.run_record import Comparison, RunRecord, compare
 from probes.api import Snapshot
 from topology.build import build
 from topology.check import describe_departures
-from topology.expected import FAILS_BELOW
+from topology.expected import FAILS_BELOW, OPS as JUDGED_OPS
 from topology.paths import CURRENT, HEALTHY, BarName
 
 BUSBW = "bench.busbw.low"
 _PROVES = {" nvls": "NVLS", " mnnvl": "MNNVL"}  # what the lines of NCCL's log prove that show this cause
 BASELINE: Final = "in the baseline"
 BARS: tuple[BarName, ...] = (HEALTHY, CURRENT)
-JUDGED_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 JUDGED_BYTES_PER_RANK = 64 << 20
 MAX_JUDGED_BYTES = 8 << 30  # checked for any number of ranks: larger sizes do not fit next to a job
 

@@ -128,9 +128,8 @@ def _list_findings(
             if (environment.place, finding) in listed:
                 continue
             listed.add((environment.place, finding))
-            line = environment.lines.get(finding.subject, 0)
             message, remedy, *evidence = without_secrets([finding.message, finding.remedy, *finding.evidence])
-            evidence += [f"line {line}"] if line else []
+            evidence += [f"line {line}"] if (line := environment.lines.get(finding.subject, 0)) else []
             yield replace(finding, node=environment.source, message=message, evidence=tuple(evidence), remedy=remedy)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agent.advice.request import Request
-    from planner.advice import Recommendation
+    from planner.advice import FrontierPoint, Recommendation
     from probes.api import Snapshot
 
 
@@ -102,33 +102,35 @@ def _parse_numbers(text: str) -> list[int]:
 
 def _run_sweep(request: Request, text: str, form: str) -> None:
     from agent.advice.advise import forecast_frontier
-    from agent.base.lines import table
 
     points = forecast_frontier(request, _parse_numbers(text))
+    emit([asdict(point) for point in points], form, lambda out: _print_sweep(out, request, points))
 
-    def show(out: Console) -> None:
-        priced = ["cost"] if any(p.cost for p in points) else []
-        over = ["network"] if request.network else []  # else it is that of each machine
-        rows = table("", "machine", "nodes", *over, "layout", "tokens/s", "time", "interval", "GPU-hours", *priced)
-        for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
-            first = ["✓" if p.best else "", p.machine, str(p.nodes), *(p.network for _ in over)]
-            if (time := p.seconds) is None:
-                rows.add_row(*first, p.reason, *["-"] * (4 + len(priced)))
-                continue
-            rows.add_row(
-                *first, p.layout, f"{p.tokens_per_second:,.0f}",
-                units.duration(time.mid), f"{time.low / time.mid - 1:.0%}/{time.high / time.mid - 1:+.0%}",
-                f"{p.gpu_hours:,.1f}", *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
-            )  # fmt: skip
-        out.print(rows)
-        assumed = "" if request.train.global_batch else " (assumed: give --global-batch to choose it)"
-        trained = {(p.seconds.mid * (p.tokens_per_second or 0.0), p.global_batch) for p in points if p.seconds}
-        for tokens, batch in sorted(trained)[:1]:  # all are equal except for rounding
-            out.print(f"every row trains {tokens:,.0f} tokens in steps of {batch} sequences{assumed}")
-        spent = "cost" if all(p.cost for p in points if p.seconds) else "GPU-hours"
-        out.print(f"✓ no other row has a shorter time and lower {spent} for the same tokens")
 
-    emit([asdict(point) for point in points], form, show)
+def _print_sweep(out: Console, request: Request, points: Sequence[FrontierPoint]) -> None:
+    """Print a row for each point, the fastest first, and below the table what the rows have in common."""
+    from agent.base.lines import table
+
+    priced = ["cost"] if any(p.cost for p in points) else []
+    over = ["network"] if request.network else []  # else it is that of each machine
+    rows = table("", "machine", "nodes", *over, "layout", "tokens/s", "time", "interval", "GPU-hours", *priced)
+    for p in sorted(points, key=lambda point: point.seconds.mid if point.seconds else math.inf):
+        first = ["✓" if p.best else "", p.machine, str(p.nodes), *(p.network for _ in over)]
+        if (time := p.seconds) is None:
+            rows.add_row(*first, p.reason, *["-"] * (4 + len(priced)))
+            continue
+        rows.add_row(
+            *first, p.layout, f"{p.tokens_per_second:,.0f}",
+            units.duration(time.mid), f"{time.low / time.mid - 1:.0%}/{time.high / time.mid - 1:+.0%}",
+            f"{p.gpu_hours:,.1f}", *(f"{p.cost.mid:,.2f}" if p.cost else "-" for _ in priced),
+        )  # fmt: skip
+    out.print(rows)
+    assumed = "" if request.train.global_batch else " (assumed: give --global-batch to choose it)"
+    trained = {(p.seconds.mid * (p.tokens_per_second or 0.0), p.global_batch) for p in points if p.seconds}
+    for tokens, batch in sorted(trained)[:1]:  # all are equal except for rounding
+        out.print(f"every row trains {tokens:,.0f} tokens in steps of {batch} sequences{assumed}")
+    spent = "cost" if all(p.cost for p in points if p.seconds) else "GPU-hours"
+    out.print(f"✓ no other row has a shorter time and lower {spent} for the same tokens")
 
 
 def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, str], form: str) -> None:
@@ -137,18 +139,18 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
     from agent.terminal.advice import format_layout
     from contracts.job_config import ConfigError, parse_layout_text
     from planner.forecast.calibration import load_calibration
-    from planner.recommend import compare, estimate_difference, forecast_named, plan, scaled, unjudged
+    from planner.recommend import compare, estimate_difference, explain_unsupported, forecast_named, plan, rescale
 
     with raise_as(RequestError, PLAN_ERRORS):
         model = request.required_model()
         cluster = request.cluster(snapshots)
-        if reason := unjudged(cluster):
+        if reason := explain_unsupported(cluster):
             raise NothingFitsError(reason)
         calibration = load_calibration(request.calibration) if request.calibration else None
         measured, ranks = request.measurements(), request.ranks(cluster)
         planned = plan(cluster, snapshots, model, request.train, measured, calibration, ranks_per_node=ranks)
         if step := request.measured_layout():
-            planned = scaled(planned, step)
+            planned = rescale(planned, step)
         with raise_as(RequestError, ConfigError, "--compare: "):
             layouts = [parse_layout_text(text) for text in texts]
         first, second = (forecast_named(planned, layout) for layout in layouts)

@@ -42,17 +42,20 @@ def _check_node(client: Client, name: str) -> list[Finding]:
 
 def _check_node_object(item: Json) -> list[Finding]:
     """Check whether the node is Ready, cordoned or leaving. A node that has just joined has no condition Ready."""
-    name, conditions = item["metadata"]["name"], (item.get("status") or {}).get("conditions") or ()
+    name, spec = item["metadata"]["name"], item.get("spec") or {}
+    conditions = (item.get("status") or {}).get("conditions") or ()
     ready: Json = next((condition for condition in conditions if condition.get("type") == "Ready"), {})
-    bad = {_UNREADY: ready["status"] != "True"} if ready else {}
-    why = ": ".join(filter(None, (ready.get("reason"), ready.get("message"))))
-    spec, is_leaving = item.get("spec") or {}, "deletionTimestamp" in item["metadata"]
-    is_leaving = is_leaving or any(taint.get("key") in _REMOVED for taint in spec.get("taints") or ())
-    bad[f"{_CORDONED} leaving" if is_leaving else _CORDONED] = is_leaving or bool(spec.get("unschedulable"))
-    return [
-        make_finding(code, name, why=why, name=name) if is_bad else Finding(code=code, status=Status.PASS, node=name)
-        for code, is_bad in bad.items()
-    ]
+    findings = []
+    if ready and ready["status"] != "True":
+        reason = ": ".join(filter(None, (ready.get("reason"), ready.get("message"))))
+        findings.append(make_finding(_UNREADY, name, why=reason, name=name))
+    elif ready:
+        findings.append(Finding(code=_UNREADY, status=Status.PASS, node=name))
+    if "deletionTimestamp" in item["metadata"] or any(t.get("key") in _REMOVED for t in spec.get("taints") or ()):
+        return [*findings, make_finding(f"{_CORDONED} leaving", name, name=name)]
+    if spec.get("unschedulable"):
+        return [*findings, make_finding(_CORDONED, name, name=name)]
+    return [*findings, Finding(code=_CORDONED, status=Status.PASS, node=name)]
 
 
 def check_nodes(

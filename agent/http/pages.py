@@ -127,11 +127,8 @@ def collect_fleet_values(fleet: Fleet, now: float, search: str = "", page: int =
 
 def _list_faults(records: Iterable[NodeRecord], checks: Iterable[Finding]) -> Iterator[tuple[FindingGroup, str]]:
     """Return each finding over all nodes, with the earliest start time."""
-    since = {
-        (record.name, each.get("code"), each.get("subject")): parse_time(each.get("since"))
-        for record in records
-        for each in record.findings
-    }
+    rows = [(record.name, each) for record in records for each in record.findings]
+    since = {(name, each.get("code"), each.get("subject")): parse_time(each.get("since")) for name, each in rows}
     for group in group_findings(filter(is_problem, checks)):
         times = [since.get((check.node, check.code, check.subject), 0.0) for check in group.checks]
         first = min(filter(None, times), default=0.0)

@@ -70,6 +70,8 @@ TOKEN = [Security(HTTPBearer(auto_error=False, scheme_name="bearer"))]  # for th
 # Query parameters. An unknown one is rejected: a parameter with a typing error must not look like an answer.
 FORBID_UNKNOWN = ConfigDict(extra="forbid")
 FormField = Annotated[str, Query(max_length=4096)]  # a form field; empty means omitted
+_OPTIONS = read_table(base.__file__, "verbs/recommend.toml")  # which fields need a model is the same as for the verb
+NEED_MODEL = {name for name, option in FIELDS.items() if "--model" in _OPTIONS.get(option, {}).get("requires", ())}
 CodePattern = Annotated[str, Field(max_length=128)]
 
 
@@ -439,11 +441,10 @@ def _add_run_upload(app: FastAPI, state: State) -> None:
                          **problem_responses(409, 413, 507)})  # fmt: skip
     async def post_run(request: Request) -> JSONResponse:
         """Store the record of a fine-tune job that ran on this node. Needs a token. GET /runs shows it."""
-        who = request.state.user
         with raise_as(partial(ProblemError, 400), ClientDisconnect, "incomplete request body"):
             body = await request.body()
-        is_new = await run_in_threadpool(lambda: state.store_run(read_record(body), who))
-        log.info("POST /runs by %s: %s", who, "stored" if is_new else "was stored before")
+        is_new = await run_in_threadpool(lambda: state.store_run(read_record(body), request.state.user))
+        log.info("POST /runs by %s: %s", request.state.user, "stored" if is_new else "was stored before")
         headers = {"Location": "/runs", "Cache-Control": "no-store"}
         return JSONResponse({"created": is_new}, 201 if is_new else 200, headers)
 
@@ -466,8 +467,7 @@ def _add_answers(app: FastAPI, state: State, source: str, worker: Worker, render
             raise ProblemError(400, f"format={query.form}: must be one of {', '.join(allowed)}", allowed=allowed)
         if query.method == "full" and "lora_rank" in query.model_fields_set:
             raise ProblemError(400, "lora_rank and method=full cannot be combined")
-        unused = query.model_fields_set & {"lengths", "rows", "epochs", "price", "steps", "tokens", "hours"}
-        if query.model is None and unused:  # as `topoflight recommend` rejects them
+        if query.model is None and (unused := query.model_fields_set & NEED_MODEL):
             raise ProblemError(400, f"{' and '.join(sorted(unused))}: without model there is no layout to forecast")
         options = tuple((name, getattr(query, name)) for name in FIELDS)
         return await rendered.ask_worker(request, worker, view, "recommendations", options=options, form=query.form)

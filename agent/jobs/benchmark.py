@@ -22,7 +22,7 @@ from agent.checks import measured
 from agent.checks.baseline import make_baseline_bar
 from agent.checks.findings import ORDER
 from agent.checks.host_checks import RDMA_BENCH_CODES, make_finding
-from agent.checks.measured import BARS, JUDGED_OPS, format_bar
+from agent.checks.measured import BARS, format_bar
 from agent.checks.verdict import GateError
 from collectives.bench.calibrate import CalibrationRequest, calibrate
 from collectives.bench.perftest import Port
@@ -42,7 +42,7 @@ from probes.registry import ALL
 from topology.build import build
 from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
-from topology.expected import ExpectedBandwidth, Paths, expect_bandwidth
+from topology.expected import OPS as JUDGED_OPS, ExpectedBandwidth, Paths, expect_bandwidth
 from topology.graph import NicNode
 from topology.paths import CURRENT, HEALTHY, BarName, RequiredLinks, host_links, join_hosts
 

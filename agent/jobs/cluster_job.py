@@ -23,7 +23,7 @@ from contracts.run_record import RunRecord, record_of
 from contracts.tables import read_texts
 from planner.advice import Recommendation
 from planner.kubernetes import manifests, networks
-from planner.kubernetes.manifests import MOUNT, RESTARTS, SAVE_SECONDS, Document, JobError, JobSpec, family
+from planner.kubernetes.manifests import MOUNT, RESTARTS, SAVE_SECONDS, Document, JobError, JobSpec, find_resources
 from probes.api import Snapshot
 
 DEVICES = ("nvidia.com/", *networks.NICS)  # resource names of device plugins for what a DRA claim requests
@@ -65,7 +65,7 @@ def build_spec(advice: Recommendation, options: LaunchOptions) -> JobSpec:
 
 def list_warnings(spec: JobSpec) -> Iterator[str]:
     """Warn about problems of a job that can be launched."""
-    nics = [name for name in spec.limits if family("rdma/*", [name]) or name.startswith(networks.NICS)]
+    nics = [name for name in spec.limits if find_resources("rdma/*", [name]) or name.startswith(networks.NICS)]
     has_nic = spec.resource_claim_template or any(spec.limits[name] != "0" for name in nics)
     if spec.nodes > 1 and spec.ipc_lock and not has_nic:
         yield _texts("no_rdma")
@@ -115,7 +115,7 @@ def add_rails(advice: Recommendation, options: LaunchOptions, snapshots: Sequenc
     spec = networks.from_snapshots(snapshots, namespace=options.namespace)
     if len(spec.interfaces) < 2 or any(need.name == "network" for need in advice.needs):
         return advice
-    own_resource = family("rdma/*", [word.partition("=")[0] for word in options.resources])
+    own_resource = find_resources("rdma/*", [word.partition("=")[0] for word in options.resources])
     return networks.attach(
         advice, snapshots, networks=[f"{rail.namespace}/{rail.name}" for rail in spec.rails()],
         interfaces=spec.interfaces, resource=None if own_resource else f"rdma/{networks.RESOURCE}",
@@ -128,7 +128,7 @@ def list_network_warnings(snapshots: Sequence[Snapshot], host_mofed: bool | None
     if names:
         yield _texts("names_of_pods", names=", ".join(names))
     elif len(rails := spec.rails()) > 1 and (
-        ranges_in_use := networks.in_use([rail.range for rail in rails], snapshots)
+        ranges_in_use := networks.find_overlaps([rail.range for rail in rails], snapshots)
     ):
         yield _texts("ranges_in_use", taken=ranges_in_use)
     if host_mofed is None and spec.host_mofed is None:

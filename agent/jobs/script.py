@@ -39,7 +39,7 @@ from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
 from planner.kubernetes.manifests import JobError, check_limit
-from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, jobs_in, note_others, wrap
+from planner.kubernetes.wrap import Additions, Job, WrapError, asks_for_gpus, find_jobs, note_others, wrap
 from planner.kubernetes.yaml_edit import EditError, documents
 from planner.stacks.arguments import CommandSettings, add_defaults, read_command
 from probes.api import Snapshot
@@ -223,7 +223,7 @@ def wrap_manifest(
         requested = Additions(resources=counts, require=require, gate_image=preflight_image, monitor=monitor)
         manifest, notes = documents(text), list[str]()
         additions: list[Additions | None] = []
-        for job in jobs_in(manifest):
+        for job in find_jobs(manifest):
             addition, of_job = _complete_additions(requested, job, snapshots, request)
             additions.append(addition)
             notes += of_job

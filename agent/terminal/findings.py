@@ -62,7 +62,8 @@ def print_group(out: Console, group: FindingGroup, *, nodes_named: bool = False,
     else:
         print_indented(out, escape(group.message))
     wrong = group.status in ("fail", "warn")
-    for line in group.checks[0].evidence[:4] if wrong and not brief else ():  # of the first device
+    shown = group.checks[: SHOWN if group.checks[0].code.startswith("env.") else 1]  # each setting, or the first device
+    for line in dict.fromkeys(line for check in shown for line in check.evidence[:4]) if wrong and not brief else ():
         print_indented(out, f"[dim]{escape(line)}[/dim]")
     if wrong or group.required:
         print_indented(out, f"[bold]→ {escape(group.remedy)}[/bold]" if group.remedy else "")

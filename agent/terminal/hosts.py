@@ -133,15 +133,20 @@ def print_verdict(out: Console, judged: Verdict, checks: Iterable[Finding], *, h
     line, todo = judged.why, TODO.get(judged.word, "")
     if first is not None:
         others = f" and {units.count(len(bad) - 1, 'more finding')}" if len(bad) > 1 else ""
-        several = len(first.nodes) > 1
-        place = first.places if several or len(first.subjects) != 1 else first.place
-        node = "" if host or several or not first.nodes else first.nodes[0]
-        where = f"{place} of {node}" if place and node else place or (node and f"on {node}")
+        where = _describe_place(first, is_host_known=bool(host))
         line, todo = f"{first.title} {where}".rstrip() + f"{others} ({line})", first.remedy
     elif judged.word == "unknown":
         required = (group for group in group_findings(checks) if group.status == "unknown" and group.required)
         todo = next((group.remedy for group in required if group.remedy), todo)
     print_headline(out, judged.word, f"{host}: {line}" if host else line, todo)
+
+
+def _describe_place(group: FindingGroup, *, is_host_known: bool) -> str:
+    """Return where a finding is: "on GPU3 of gpu-01", "on gpu-01"; without the host if the reader knows it."""
+    place = group.place if len(group.nodes) < 2 and len(group.subjects) == 1 else group.places
+    if is_host_known or len(group.nodes) != 1:
+        return place
+    return f"{place} of {group.nodes[0]}" if place else f"on {group.nodes[0]}"
 
 
 def sort_by_weight(checks: Iterable[Finding]) -> list[FindingGroup]:

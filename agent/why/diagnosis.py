@@ -60,8 +60,7 @@ class WhySources:
 def answer(sources: WhySources) -> Verdict:
     """Return the verdict from all sources. Raises InputError or LogFileError."""
     saved = tuple(filter(_is_saved_ras, sources.logs))
-    logs = tuple(log for log in sources.logs if log not in saved)
-    sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
+    sources = replace(sources, logs=tuple(log for log in sources.logs if log not in saved), ras=(*sources.ras, *saved))
     facts, found, ends, wrong = _read_facts(sources)
     verdict = why.judge(facts)
     reports = [_read_ras(source) for source in sources.ras]
@@ -77,7 +76,8 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
+        nothing = "no fault was found in the logs, but " * bool(found and not verdict.causes)
+        verdict = replace(verdict, state="unknown", line=f"unknown: {nothing}no source shows the state of the run")
         if sources.run is not None:
             verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
     again = sources.again
@@ -107,9 +107,9 @@ def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[st
     rows = {row.rank: row for text in texts for row in run_record.failed_ranks(text)}
     log = replace(log, errors={**{rank: row.error for rank, row in rows.items() if row.error}, **log.errors})
     facts = replace(
-        facts, log=log, first=_first_ended(texts, facts.first), failed={**facts.failed, **rows}, limit=sources.limit,
-        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), stacks=logs.stacks,
-        hosts=found.rank_hosts if found else {}, world=_find_world(facts, log, found, rows),
+        facts, log=log, first=min(_list_first_ended(texts), default=("", facts.first))[1], limit=sources.limit,
+        in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), failed={**facts.failed, **rows},
+        hosts=found.rank_hosts if found else {}, world=_find_world(facts, log, found, rows), stacks=logs.stacks,
     )  # fmt: skip
     return facts, found, logs.ends, wrong
 
@@ -204,8 +204,8 @@ def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
     return ""
 
 
-def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
-    """Return the rank that ended first according to torchrun, from the ends of logs, else from the run's folder."""
+def _list_first_ended(texts: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Return the time and the rank that ended first on each node, by what torchrun wrote at the ends of logs."""
     for text in texts:
         first = run_record.find_first_failed(text)
         if first is None or not first.is_own:
@@ -217,8 +217,7 @@ def _first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
         if not (alike or (first.exit_code is None and -signal.SIGABRT in codes)):
-            return first.rank
-    return by_file
+            yield first.at, first.rank
 
 
 def _read_ras(source: str) -> ras.RasReport:
@@ -270,7 +269,7 @@ def _find_outliers(report: ras.RasReport, gone: set[int]) -> list[_Outlier]:
     """Return the ranks that do not answer; if all do, those that are behind, unless they are most of a communicator."""
     outliers: dict[int, _Outlier] = {}
     for comm in report.comms:
-        behind, _ = ras.behind(comm)
+        behind, _ = ras.find_laggards(comm)
         is_minority = len(behind) <= comm.size / 2
         for rank in gone & set(behind) if gone else behind if is_minority else ():
             row = comm.ranks.get(rank, ras.RasRank(rank=rank))
@@ -301,7 +300,7 @@ def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
 
 def _judge_counts(verdict: Verdict, report: ras.RasReport, *, is_first: bool, is_moving: bool) -> Verdict:
     """Judge counts that name no rank: they move, or are equal (which may be one call for ever), or most are behind."""
-    counts = next(filter(None, (ras.behind(comm)[1] for comm in report.comms)), "")
+    counts = next(filter(None, (ras.find_laggards(comm)[1] for comm in report.comms)), "")
     if is_moving:
         sentence = f"the counts moved between two answers of RAS{f', at last {counts}' * bool(counts)}"
         return replace(verdict, line=f"fine: {sentence}" if verdict.state == "fine" else verdict.line)
@@ -365,6 +364,9 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _CODES["ends_of_job"] for cause in ended):  # what remains are slow paths
             causes = (*ended, *causes)
+        if causes and facts.stacks and verdict.state == "unknown":
+            seen = verdict.line.removeprefix("unknown: ")
+            causes = (replace(causes[0], evidence=(*causes[0].evidence, seen)), *causes[1:])
         line = f"failed: {causes[0].message if causes else 'the log says so'}"
         return replace(verdict, state="failed", line=line, causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":

@@ -115,9 +115,8 @@ def _layer(torch: Any, request: CalibrationRequest, dtype: Any) -> Any:
             query = self.q(n).view(b, s, request.heads, d).transpose(1, 2)
             key = self.k(n).view(b, s, request.kv_heads, d).transpose(1, 2)
             value = self.v(n).view(b, s, request.kv_heads, d).transpose(1, 2)
-            mixed = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=request.heads != request.kv_heads
-            )
+            grouped = request.heads != request.kv_heads
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
             x = x + self.o(mixed.transpose(1, 2).reshape(b, s, q))
             n = self.two(x)
             return x + self.down(functional.silu(self.gate(n)) * self.up(n))
@@ -134,7 +133,6 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[request.precision]
     wait: Callable[[], None] = torch.cuda.synchronize if request.device == "cuda" else lambda: None
     each = min(_REPEAT_SECONDS, request.budget_seconds / (2 * _SHAPES))  # half of the budget is for warm-up
-    name = torch.cuda.get_device_name() if request.device == "cuda" else "CPU"
 
     def rate(m: int, n: int, k: int) -> float:
         a = torch.randn(m, k, device=request.device, dtype=dtype)
@@ -159,7 +157,7 @@ def measure(request: CalibrationRequest) -> dict[str, Any]:
     total = _median_seconds(both, wait, each)
     return {
         "schema_version": 1,
-        "device": name,
+        "device": torch.cuda.get_device_name() if request.device == "cuda" else "CPU",
         "precision": request.precision,
         "gemm_flops_per_second": gemm,
         "layer": {

@@ -33,11 +33,11 @@ class Op:
     """A collective: how much it moves, how it runs, and how its result is verified."""
 
     name: str
-    factor: Callable[[int], float]
-    split: bool  # S is the total over the ranks: each rank's part is S / n
     shapes: Callable[[int, int], tuple[int, int]]  # (part elements, n) -> input elements, output elements
     run: Callable[[Side], None]
     find_wrong: Callable[[Side, int], tuple[int, ...]]  # positions in the group whose data is wrong; () if none
+    factor: Callable[[int], float] = lambda n: (n - 1) / n
+    split: bool = True  # S is the total over the ranks: each rank's part is S / n
     in_place: bool = False  # input and output are one tensor
 
 
@@ -113,23 +113,15 @@ def _distributed() -> Any:
     return dist
 
 
-def _ring_share(n: int) -> float:
-    return (n - 1) / n
-
-
 _RECORDS = (
     Op(
         name="all_gather",
-        factor=_ring_share,
-        split=True,
         shapes=lambda part, n: (part, part * n),
         run=lambda side: _distributed().all_gather_into_tensor(side.output, side.send_buffer, group=side.group),
         find_wrong=lambda side, turn: _find_wrong_chunks(side, turn, 0),
     ),
     Op(
         name="reduce_scatter",
-        factor=_ring_share,
-        split=True,
         shapes=lambda part, n: (part * n, part),
         run=lambda side: _distributed().reduce_scatter_tensor(side.output, side.send_buffer, group=side.group),
         find_wrong=_find_wrong_sum,
@@ -145,8 +137,6 @@ _RECORDS = (
     ),
     Op(
         name="all_to_all",
-        factor=_ring_share,
-        split=True,
         shapes=lambda part, n: (part * n, part * n),
         run=lambda side: _distributed().all_to_all_single(side.output, side.send_buffer, group=side.group),
         find_wrong=lambda side, turn: _find_wrong_chunks(side, turn, side.me * side.output.numel() // len(side.ranks)),

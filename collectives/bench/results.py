@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -128,12 +129,8 @@ def spread_ratio(seconds: Sequence[float]) -> float | None:
     1 - 2 x P(Binomial(n, 1/2) <= k); no interval of five values or fewer reaches 95 %: None.
     """
     n = len(seconds)
-    left_out, tail = -1, 0.0
-    while left_out + 1 < n / 2:
-        tail += math.comb(n, left_out + 1) / 2**n
-        if tail > 0.025:
-            break
-        left_out += 1
+    tails = accumulate(math.comb(n, k) / 2**n for k in range(math.ceil(n / 2)))
+    left_out: int = sum(tail <= 0.025 for tail in tails) - 1
     from statistics import median  # also imports decimal and random, which a reader of results does not need
 
     middle = median(seconds) if n else 0.0

@@ -12,7 +12,7 @@ import platform
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from collectives.bench import processes, watch
 from collectives.bench.ops import OPS
 from collectives.bench.plan import BenchSpec, Case, Expect
 from collectives.bench.results import BenchResult, Measurement, Straggler, spread_ratio
-from collectives.bench.watch import Outcome
+from collectives.bench.watch import OnEvent, Outcome
 from collectives.nccl_log.transport import Evidence, rank_words
 from contracts import plain
 
@@ -32,11 +32,7 @@ def detect_backend() -> str:
     return "nccl" if not hidden and any(Path("/dev").glob("nvidia[0-9]*")) else "gloo"
 
 
-def run(
-    spec: BenchSpec,
-    on_event: Callable[[dict[str, Any]], None] | None = None,
-    stop: threading.Event | None = None,
-) -> BenchResult:
+def run(spec: BenchSpec, on_event: OnEvent | None = None, stop: threading.Event | None = None) -> BenchResult:
     """Run the benchmark and always return a result; errors are in its problems, and `complete` is then False.
 
     Raises processes.BusyError before anything starts if the host is in use. `on_event` gets one dict for each event of
@@ -52,7 +48,7 @@ def run(
         debug.mkdir()
         environment = {**(evidence.environment(debug) if spec.backend == "nccl" else {}), **spec.environment}
         started, clock = time.time(), time.monotonic()
-        outcome = watch.run_ranks(spec, directory, environment, on_event or (lambda _event: None), stop)
+        outcome = watch.run_ranks(spec, directory, environment, on_event or (lambda _: None), stop or threading.Event())
         seconds = time.monotonic() - clock
         logs = sorted(path for path in debug.iterdir() if path.is_file())  # one per process; gloo writes none
         return assemble(spec, outcome, started, seconds, evidence.read_files(logs) if logs else None)
@@ -74,9 +70,8 @@ def assemble(spec: BenchSpec, outcome: Outcome, started: float, seconds: float, 
     skipped = [spent + ", ".join(f"{op} of {size} bytes" for op, size in event["cases"]) for event in events["skipped"]]
     problems = (*outcome.problems, *skipped, *_find_wrong_data(events["measured"], hosts))
     # Times of all sizes together, because a late rank is late at every size.
-    waits = [
-        [wait for event in events["measured"] for wait in event["wait_seconds"][rank]] for rank in range(len(hosts))
-    ]
+    rows = [event["wait_seconds"] for event in events["measured"]]
+    waits = [[wait for row in rows for wait in row[rank]] for rank in range(len(hosts))]
     first = hello[0] if hello else {"environment": {}, "versions": {"python": platform.python_version()}}
     return BenchResult(
         measurements=measurements,

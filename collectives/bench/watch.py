@@ -20,6 +20,7 @@ from collectives.bench import plan, processes
 from collectives.bench.plan import BenchSpec
 
 Event = dict[str, Any]
+OnEvent = Callable[[Event], None]
 GRACE_SECONDS = 9.0  # from the first dead rank to the end of all ranks, so that the others can report their errors
 MAX_EVENT_BYTES = 64 * 1024 * 1024
 _EXIT_CODE = re.compile(r"exitcode\s*:\s*(-?\d+)\s*\(pid:\s*(\d+)\)")  # torchrun's report of a failed rank
@@ -60,7 +61,7 @@ class Outcome:
 class Watch:
     """Reads the events of the local ranks, and decides when to stop waiting for them."""
 
-    def __init__(self, spec: BenchSpec, directory: Path, on_event: Callable[[Event], None]) -> None:
+    def __init__(self, spec: BenchSpec, directory: Path, on_event: OnEvent) -> None:
         self.states: dict[int, RankState] = {}
         self.outcome = Outcome()
         self._spec, self._directory, self._on_event = spec, directory, on_event
@@ -234,11 +235,7 @@ def build_command(spec: BenchSpec, plan_path: Path) -> list[str]:
 
 
 def run_ranks(
-    spec: BenchSpec,
-    directory: Path,
-    environment: Mapping[str, str],
-    on_event: Callable[[Event], None],
-    stop: threading.Event | None = None,
+    spec: BenchSpec, directory: Path, environment: Mapping[str, str], on_event: OnEvent, stop: threading.Event
 ) -> Outcome:
     """Run the benchmark until it ends or fails. Afterwards no process of the run is left."""
     plan.write(spec, directory / "plan.json")
@@ -246,7 +243,6 @@ def run_ranks(
     # would set OMP_NUM_THREADS to 1 as well, and print a banner about it.
     inherited = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(directory), **environment}
     watch = Watch(spec, directory, on_event)
-    stop = stop or threading.Event()
     with (directory / "launcher.log").open("w+b") as log:
         tree = processes.Tree(build_command(spec, directory / "plan.json"), inherited, log)
         try:

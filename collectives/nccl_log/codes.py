@@ -73,8 +73,6 @@ class Sign:
 
     def is_in(self, message: bytes) -> bool:
         """Return whether a message that contains the text indicates the code."""
-        if not self.pattern:
-            return True
         match = _compiled(self.pattern).search(message)
         return match is not None and (not self.rising or float(match[1]) < float(match[2]))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any, Final
 
 from collectives.nccl_log import messages as nccl_messages
@@ -25,7 +26,7 @@ MAX_FILES: Final = 8_192
 MAX_GPUS: Final = 8_192
 MAX_RUNS: Final = 32
 
-_PEER = re.compile(rb"(?:(?:\bpeer|onnect to) (?=\S{1,255}?<\d+>)|\bPeer host id: )([^\s<]{1,255})")
+_PEER = re.compile(rb"(?:(?:\bpeer|onnect to) (?=\S{1,255}?<\d+>)|\bPeer host id: )([^\s<),]{1,255})")
 # `grep -C` puts "train.log-12-" before a line of the context.
 _LOG_NAME = re.compile(rb"[\w.-]*\.(?:log|txt|out|err|stdout|stderr)(?:\.\d+)?-(?:\d+-(?=[A-Za-z]))?(?=\w)")
 
@@ -109,14 +110,11 @@ class Ledger:
 
     def map_names(self) -> dict[str, str]:
         """Return the host of each name in the log. A torn line may have only a part of the name."""
-        names = self.hosts
-        parts = {
-            name: other
-            for name, times in names.items()
-            for other, count in names.items()
-            if count > times and name != other and (other.endswith(name) or name.endswith(other))
-        } if len(names) <= 256 else {}  # fmt: skip
-        return {name: parts.get(name, name) for name in names}
+        counts = self.hosts
+        pairs = permutations(counts if len(counts) <= 256 else (), 2)
+        rarer = ((part, name) for part, name in pairs if counts[name] > counts[part])
+        parts = {part: name for part, name in rarer if name.endswith(part) or part.endswith(name)}
+        return {name: parts.get(name, name) for name in counts}
 
     def host_count(self) -> int:
         """Return the number of hosts that wrote."""

@@ -14,7 +14,7 @@ from hardware.units import some
 
 _FAILED = {"job_failed", "call_failed", "remote_failed", "python_traceback"}  # a process or its launcher said so
 _BEFORE_2_19 = re.compile(r"2\.(1[0-8]|\d)\b")
-_ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b")  # launchers also print it after `scancel`
+_ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b|KeyboardInterrupt")  # also after `scancel`
 _KILLED = re.compile(r"died or was killed|(?<!killed by )SIGKILL|: -9\b")  # a timeout that follows is a consequence
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
@@ -269,6 +269,8 @@ class _Findings:
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
+        if "remote_failed" in self.problems and "(SIGINT" in str(self.problems.get("job_stopped")):
+            self.demote("remote_failed")  # no launcher interrupts the others: somebody did, and its peers lost it
         lines = self.ledger.code_lines
         late = {row.file: row.line for row in reversed(lines.get("watchdog_timeout", ()))}
         for code in sorted(list_codes("vague"), key=lambda code: -CODES[code].vague):

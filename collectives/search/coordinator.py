@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,23 @@ HANG_SILENCES = 4.0  # a test without progress for this many silence_seconds han
 NETWORK = {"NCCL_MNNVL_ENABLE": "0"}  # second pass: nodes of one NVLink domain use the network, too
 
 
+@dataclass(slots=True, kw_only=True)
+class _RunningTest:
+    """A test that is running, and the results of its ranks so far."""
+
+    test: Test
+    waiting: list[str]  # ranks without a result
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)  # by rank
+    lost: dict[int, str] = field(default_factory=dict)  # by node: the evidence
+    is_hung: bool = False
+    progress_at: float = field(default_factory=time.monotonic)
+
+
 class Fleet:
     """The state of all ranks, read from the store."""
 
     def __init__(self, store: Any, settings: RankSettings) -> None:
-        self._store, self._settings = store, settings
+        self._store, self._settings, self._run_id = store, settings, os.urandom(4).hex()
         self._beats: dict[str, tuple[list[Any], float, float]] = {}  # heartbeat, time of its change, time of progress
         self.ranks: dict[int, int] = {}  # ranks of each node that joined
         self._restarted: set[int] = set()  # nodes with ranks that are restarting
@@ -52,7 +65,7 @@ class Fleet:
         """Restart ranks with these environment variables; the next round waits for them."""
         for name in names:
             self._store.delete_key(f"join/{name}")
-            self._store.set(f"anew/{name}", json.dumps(environment))
+            self._store.set(f"restart/{name}", json.dumps(environment))
             self._restarted.add(int(name.partition("/")[0]))
 
     def name_ranks(self, nodes: Sequence[int]) -> list[str]:
@@ -68,51 +81,49 @@ class Fleet:
         self._beats[name] = (beat, lived, moved)
         return now - lived, now - moved, str(beat[2])
 
-    def run(self, number: int, tests: Sequence[Test], run: str) -> list[Outcome]:
+    def run(self, tests: Sequence[Test]) -> list[Outcome]:
         """Start the tests of a round, and wait until each has ended or is known to hang."""
+        number = int(self._store.add("rounds", 0)) + 1
         self.gather(self._restarted)  # a rank that does not return has no heartbeat below
         self._restarted.clear()
-        self._store.set(f"round/{number}", json.dumps({"run": run, "tests": cattrs.unstructure(tests)}))
+        self._store.set(f"round/{number}", json.dumps({"run": self._run_id, "tests": cattrs.unstructure(tests)}))
         self._store.add("rounds", 1)
-        groups = [self.name_ranks(test.nodes) for test in tests]
-        waiting = {name: index for index, group in enumerate(groups) for name in group}
-        for name in waiting:
-            self._beats.pop(name, None)
-        posted: dict[str, dict[str, Any]] = {}
-        lost: dict[int, str] = {}
-        hung: set[int] = set()
-        last: dict[int, float] = dict.fromkeys(range(len(tests)), time.monotonic())  # last progress
-        while waiting:
+        self._beats.clear()
+        running = [_RunningTest(test=test, waiting=self.name_ranks(test.nodes)) for test in tests]
+        while any(each.waiting for each in running):
             time.sleep(POLL_SECONDS)
-            for name, index in list(waiting.items()):
-                node = int(name.partition("/")[0])
-                if self._store.check([f"result/{number}/{name}"]):
-                    posted[name] = json.loads(self._store.get(f"result/{number}/{name}"))
-                    waiting.pop(name)
-                    last[index] = time.monotonic()
-                    continue
-                silent, still, where = self.read_beat(name)
-                last[index] = max(last[index], time.monotonic() - still)
-                if silent > self._settings.silence_seconds:
-                    lost[node] = f"no heartbeat for {silent:.0f} s; the last was in {where}"
-                elif time.monotonic() - last[index] <= HANG_SILENCES * self._settings.silence_seconds:
-                    continue
-                elif tests[index].kind == "alone" or 2 * len(posted.keys() & groups[index]) > len(groups[index]):
-                    lost[node] = f"its rank is alive but makes no progress in {where}, which other ranks have finished"
-                else:
-                    hung.add(index)
-                    self.restart([name], {})
-                self._store.set(f"test/{run}/{number}/{index}/stop", "")
-                waiting.pop(name)
-        return [
-            _combine_results({name: posted[name] for name in groups[index] if name in posted},
-                             {node: reason for node, reason in lost.items() if node in test.nodes}, index in hung)
-            for index, test in enumerate(tests)
-        ]  # fmt: skip
+            for index, each in enumerate(running):
+                for name in [*each.waiting]:
+                    if self._store.check([f"result/{number}/{name}"]):
+                        each.results[name] = json.loads(self._store.get(f"result/{number}/{name}"))
+                        each.progress_at = time.monotonic()
+                    elif self._record_if_stopped(each, name):
+                        self._store.set(f"test/{self._run_id}/{number}/{index}/stop", "")
+                    else:
+                        continue
+                    each.waiting.remove(name)
+        return [_combine_results(each, self.name_ranks(each.test.nodes)) for each in running]
+
+    def _record_if_stopped(self, running: _RunningTest, name: str) -> bool:
+        """Record a rank that is lost, and restart one that hangs like most of its test. Return whether it is either."""
+        silent, still, where = self.read_beat(name)
+        running.progress_at = max(running.progress_at, time.monotonic() - still)
+        node = int(name.partition("/")[0])
+        if silent > self._settings.silence_seconds:
+            running.lost[node] = f"no heartbeat for {silent:.0f} s; the last was in {where}"
+        elif time.monotonic() - running.progress_at <= HANG_SILENCES * self._settings.silence_seconds:
+            return False
+        elif running.test.kind == "alone" or 2 * len(running.results) > len(self.name_ranks(running.test.nodes)):
+            running.lost[node] = f"its rank is alive but makes no progress in {where}, which other ranks have finished"
+        else:
+            running.is_hung = True
+            self.restart([name], {})
+        return True
 
 
-def _combine_results(results: Mapping[str, Mapping[str, Any]], lost: Mapping[int, str], hung: bool) -> Outcome:
+def _combine_results(ended: _RunningTest, ranks: Iterable[str]) -> Outcome:
     """Combine the results of the ranks of a test: of rails that ran together, the slowest counts."""
+    results = {name: ended.results[name] for name in ranks if name in ended.results}
     slowest: dict[tuple[int, int, int, int], float] = defaultdict(float)  # source, target, rail, turn
     for posted in results.values():
         turns: Counter[tuple[int, int]] = Counter()
@@ -126,7 +137,7 @@ def _combine_results(results: Mapping[str, Mapping[str, Any]], lost: Mapping[int
         transfers=tuple((source, target, rail, s) for (source, target, rail, _), s in slowest.items()),
         alone=tuple((int(name.partition("/")[0]), part, seconds)
                     for name, posted in results.items() for part, seconds in posted.get("alone", ())),
-        stuck=stuck, lost=dict(lost), ended=not hung and not (left and not stuck and not lost),
+        stuck=stuck, lost=ended.lost, ended=not ended.is_hung and not (left and not stuck and not ended.lost),
     )  # fmt: skip
 
 
@@ -158,7 +169,7 @@ def resume(header: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -> Se
 def coordinate(settings: RankSettings, store: Any) -> None:
     """Run the search and write its result to the journal. Exit if the journal belongs to another search."""
     journal, fleet = Path(settings.journal), Fleet(store, settings)
-    rows, began, clock, run = read_journal(journal), time.time(), time.monotonic(), os.urandom(4).hex()
+    rows, began, clock = read_journal(journal), time.time(), time.monotonic()
     if journal.exists():  # a coordinator may have died while it wrote the last row
         os.truncate(journal, journal.read_bytes().rfind(b"\n") + 1)
     for node in () if rows else range(settings.nodes):
@@ -168,9 +179,10 @@ def coordinate(settings: RankSettings, store: Any) -> None:
     listed = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
     unnamed = listed if len(listed) == settings.nodes else [f"node {node}" for node in range(settings.nodes)]
     names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
-    absent = {node: f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran "
-              "there, its output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of "
-              "node 0 that all nodes can reach" for node in range(settings.nodes) if node not in joined}  # fmt: skip
+    reason = (f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran there, its "
+              "output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of node 0 that "
+              "all nodes can reach")  # fmt: skip
+    absent = {node: reason for node in range(settings.nodes) if node not in joined}
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
         shared = Counter(row["nvlink"] for row in joined.values() if row["nvlink"])
@@ -180,11 +192,10 @@ def coordinate(settings: RankSettings, store: Any) -> None:
             "began": began, "passes": [{}, NETWORK] if max(shared.values(), default=0) > 1 else [{}],
         }  # fmt: skip
         _write_row(journal, header)
-    is_same = len(header["hosts"]) == len(names) and all(
-        header["hosts"][node] in (names[node], unnamed[node]) for node in joined
-    )
+    hosts = header["hosts"]
+    is_same = len(hosts) == len(names) and all(hosts[node] in (names[node], unnamed[node]) for node in joined)
     # Node 0 connects over loopback. If another node joined too, the address works, and an absent node may be broken.
-    unreached = {node: reason for node, reason in absent.items() if not (node and any(joined))}
+    unreached = {node: reason for node in absent if node == 0 or not any(joined)}
     for node in absent:
         if (note := note_path(settings.journal, node)).exists():
             unreached[node] = note.read_text(encoding="utf-8")
@@ -197,22 +208,27 @@ def coordinate(settings: RankSettings, store: Any) -> None:
         search.lost, search.unreached = {**absent, **(passes[-1].lost if passes else {}), **search.lost}, unreached
         if environment:
             fleet.restart(fleet.name_ranks([node for node in joined if node not in search.lost]), environment)
-        minutes += sum(row["node_minutes"] for row in rounds)
-        while tests := search.plan_round():
-            lost, started = dict(search.lost), time.monotonic()
-            outcomes = fleet.run(int(store.add("rounds", 0)) + 1, tests, run)
-            spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
-            minutes += spent
-            row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent, "lost": lost,
-                   "environment": environment}  # fmt: skip
-            _write_row(journal, cattrs.unstructure(row))
-            search.report(outcomes)
+        minutes += sum(row["node_minutes"] for row in rounds) + _run_rounds(search, fleet, journal, environment)
         passes.append(search)
     seconds = max(0.0, began - header["began"]) + time.monotonic() - clock  # the wall clock may jump
-    result = combine_passes(passes, header["hosts"], header["began"], seconds, minutes)
+    result = combine_passes(passes, hosts, header["began"], seconds, minutes)
     _write_row(journal, {"result": cattrs.unstructure(result)})
     store.set("end", "")
     time.sleep(3)  # until the ranks have read it
+
+
+def _run_rounds(search: Search, fleet: Fleet, journal: Path, environment: Mapping[str, str]) -> float:
+    """Run the rounds of a pass that are not in the journal yet. Return the sum of the minutes of their nodes."""
+    minutes = 0.0
+    while tests := search.plan_round():
+        lost, started = dict(search.lost), time.monotonic()
+        outcomes = fleet.run(tests)
+        spent = sum(len(test.nodes) for test in tests) * (time.monotonic() - started) / 60
+        row = {"tests": tests, "outcomes": outcomes, "node_minutes": spent, "lost": lost, "environment": environment}
+        _write_row(journal, cattrs.unstructure(row))
+        search.report(outcomes)
+        minutes += spent
+    return minutes
 
 
 def main(text: str) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise, permutations
 from statistics import median, median_low
 from typing import Literal, NamedTuple
 
@@ -169,6 +169,9 @@ class Search:
         self._queue: list[Test] = []  # halves of groups that did not end
         self._broken: list[Test] = []  # groups that ended early
         self._running: tuple[Test, ...] = ()
+        self._busy: set[int] = set()  # nodes with a test in the round that is planned
+        self._open_links: list[Link] = []  # when the round was planned
+        self._partners: list[int] = []  # clean nodes, for tests of suspects
         self._judgements: dict[tuple[int, tuple[str, ...]], Judgement] = {}  # since the last report, by node and kinds
         self._sigmas = SIGMAS + FEW / max(self.nodes, 1)  # from which an excess counts
 
@@ -180,8 +183,7 @@ class Search:
             self.phase = min(self.phase + 1, 4)
             planned = [*self._queue, *self._plan_phase()]
             self._queue = []
-            busy: set[int] = set()
-            tests = []
+            busy, tests = set[int](), list[Test]()
             for test in planned:
                 nodes = tuple(node for node in test.nodes if node not in self.lost)
                 if busy.intersection(nodes):
@@ -213,9 +215,9 @@ class Search:
             near = self._group_near(free)
             nodes = [group[place] for place in range(GROUP) for group in near if place < len(group)]
             return [Test(kind="far", nodes=group) for group in _split_evenly(nodes)]
-        again = self._find_alone_retests()
-        alone = [Test(kind="alone", nodes=(node,)) for node in sorted(again)]
-        return alone + self._plan_confirmations(again) or self._plan_rail_tests()
+        self._busy = self._find_alone_retests()
+        alone = [Test(kind="alone", nodes=(node,)) for node in sorted(self._busy)]
+        return alone + self._plan_confirmations() or self._plan_rail_tests()
 
     def _find_alone_retests(self) -> set[int]:
         """Return nodes with a slow part, and for each of their GPU models some nodes without one for comparison.
@@ -233,67 +235,77 @@ class Search:
         free = set(nodes)
         return [part for members in self._members.values() for part in _split_evenly([n for n in members if n in free])]
 
-    def _plan_confirmations(self, busy: set[int]) -> list[Test]:
-        """Plan tests of suspects with clean partners: each stuck node separately, slow nodes together."""
-        tests: list[Test] = []
-        clean = sorted((node for node in range(self.nodes) if self._is_clean(node)), key=self._was_stuck)
-        pools: dict[tuple[str, str], list[int]] = defaultdict(list)
-        open_links = self._find_open_links()
+    def _plan_confirmations(self) -> list[Test]:
+        """Plan tests of suspects with clean partners, tests of nodes without a result, and broken groups again."""
+        self._open_links = self._find_open_links()
+        # Nodes that were never stuck are better partners.
+        self._partners = sorted(filter(self._is_clean, range(self.nodes)), key=self._was_stuck)
+        return [*self._confirm_nodes(), *self._confirm_links(), *self._test_unmeasured(), *self._repeat_broken_groups()]
 
-        def add(kind: str, nodes: Sequence[int], partners: Sequence[int], count: int) -> None:
-            added = list(dict.fromkeys(node for node in partners if node not in busy and node not in nodes))[:count]
-            group = tuple(dict.fromkeys((*nodes, *added)))
-            if busy.isdisjoint(group) and len(group) > 1:
-                busy.update(group)
-                repeats = max(MIN_REPEATS, REPEATS // (len(group) - 1))
-                tests.append(Test(kind=kind, nodes=group, repeats=1 if self._is_plain(group, open_links) else repeats))
+    def _confirm(self, kind: str, suspects: Sequence[int], partners: Iterable[int], count: int) -> Iterator[Test]:
+        """Yield a test of suspects with the first `count` free partners, if no suspect has a test in this round."""
+        free = dict.fromkeys(node for node in partners if node not in self._busy and node not in suspects)
+        group = (*suspects, *list(free)[:count])
+        if len(group) > 1 and self._busy.isdisjoint(group):
+            self._busy.update(group)
+            repeats = 1 if self._is_plain(group) else max(MIN_REPEATS, REPEATS // (len(group) - 1))
+            yield Test(kind=kind, nodes=group, repeats=repeats)
 
+    def _confirm_nodes(self) -> Iterator[Test]:
+        """Test each stuck node separately, and slow nodes together. The kind is the one that was made least often."""
+        slow: dict[tuple[str, str], list[int]] = defaultdict(list)  # by kind and, if near, by domain
         for node in self._find_open_nodes(("near", "far")):
-            done = Counter(measure.kind for measure in self._measures[node])
-            slow_in = [measure.kind for measure in self._judge_node(node, ("near", "far")).slow]
-            kind = min(slow_in, key=done.__getitem__)  # the one that was made least often
+            counts = Counter(measure.kind for measure in self._measures[node])
+            slow_kinds = [measure.kind for measure in self._judge_node(node, ("near", "far")).slow]
+            kind = min(slow_kinds, key=counts.__getitem__)
             if not self._was_stuck(node):
-                pools[kind, self.domains[node] if kind == "near" else ""].append(node)
+                slow[kind, self.domains[node] if kind == "near" else ""].append(node)
                 continue
             tried = {end for link in self._find_stuck_links(node) for end in link}
-            mates = [other for other in clean if self._classify_pair(node, other) == kind and other not in tried]
-            add(kind, [node], [*mates, *clean], PARTNERS)
-        for (kind, domain), pool in pools.items():
-            for group in _split_evenly([node for node in pool if node not in busy], GROUP // 2):
+            of_kind = [mate for mate in self._partners if self._classify_pair(node, mate) == kind and mate not in tried]
+            yield from self._confirm(kind, [node], [*of_kind, *self._partners], PARTNERS)
+        for (kind, domain), nodes in slow.items():
+            for group in _split_evenly([node for node in nodes if node not in self._busy], GROUP // 2):
                 homes = {self.domains[node] for node in group}
-                mates = [node for node in clean if (self.domains[node] in homes) == (kind == "near")]
-                # If the domain has no clean node, its nodes are compared with nodes of other domains.
-                others = clean if kind == "far" else self._members[domain]
-                add(kind, group, mates or others, max(PARTNERS, len(group)))
-        links: list[int] = []
-        for link in open_links:
-            if any(measure.what == "stuck" for measure in self._links[link]):
-                add(self._classify_pair(*link), link, clean, 1)
-            elif busy.isdisjoint(link):
-                links += link
-        for group in _split_evenly(list(dict.fromkeys(links))):
-            add("far", group, clean, 1 if len(group) == 2 else 0)
-        in_use = busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
-        untested = [node for node in range(self.nodes) if node not in in_use and not self._is_measured(node)
-                and self._judge_node(node, KINDS).state == "clean"]  # fmt: skip
-        for group in _split_evenly(untested, GROUP // 2) if self.nodes > 2 and self.round < 2 * TRIES else ():
-            add("far", group, clean, max(PARTNERS, len(group)))
-        return tests + self._repeat_broken_groups(busy)
+                mates = [node for node in self._partners if (self.domains[node] in homes) == (kind == "near")]
+                # In a domain without a clean node, the times of earlier rounds are the reference.
+                others = self._members[domain] if kind == "near" else self._partners
+                yield from self._confirm(kind, group, mates or others, max(PARTNERS, len(group)))
 
-    def _is_plain(self, nodes: Iterable[int], open_links: Iterable[Link]) -> bool:
+    def _confirm_links(self) -> Iterator[Test]:
+        """Test each stuck link separately, with one partner, and the ends of all slow links together."""
+        slow: dict[int, None] = {}  # ends of slow links, each once
+        for link in self._open_links:
+            if any(measure.what == "stuck" for measure in self._links[link]):
+                yield from self._confirm(self._classify_pair(*link), link, self._partners, 1)
+            elif self._busy.isdisjoint(link):
+                slow |= dict.fromkeys(link)
+        for group in _split_evenly(list(slow)):
+            yield from self._confirm("far", group, self._partners, 1 if len(group) == 2 else 0)
+
+    def _test_unmeasured(self) -> Iterator[Test]:
+        """Test the nodes of which no transfer was measured, for example because their group did not end."""
+        if self.nodes <= 2 or self.round >= 2 * TRIES:
+            return
+        in_use = self._busy.union(*(test.nodes for test in (*self._queue, *self._broken)), self.lost)
+        free = [node for node in range(self.nodes) if node not in in_use and not self._is_measured(node)]
+        for group in _split_evenly([n for n in free if self._judge_node(n, KINDS).state == "clean"], GROUP // 2):
+            yield from self._confirm("far", group, self._partners, max(PARTNERS, len(group)))
+
+    def _is_plain(self, nodes: Iterable[int]) -> bool:
         """Whether each suspect among these nodes and their links has an excess that one transfer shows.
 
         One such excess of a node is enough, because it decides the verdict.
         """
         inside = set(nodes)
         measured = [self._judge_node(node, ("near", "far")).slow for node in inside]
-        measured += [self._links[link] for link in open_links if inside.issuperset(link)]
+        measured += [self._links[link] for link in self._open_links if inside.issuperset(link)]
         return all(any(m.excess > PLAIN for m in measures) for measures in measured if measures)
 
-    def _repeat_broken_groups(self, busy: set[int]) -> list[Test]:
+    def _repeat_broken_groups(self) -> list[Test]:
         """Repeat groups that ended early, without the nodes that caused it, once these nodes are known."""
         tests, self._broken, left = list[Test](), list[Test](), self._broken
-        waiting = {node for test in self._queue for node in test.nodes} | busy
+        waiting = {node for test in self._queue for node in test.nodes} | self._busy
         bad = [link for link in self._links if self._judge_link(link) == "bad"]
         cut = [link for link in bad if any(m.what == "stuck" for m in self._links[link])]
         for test in left:
@@ -373,16 +385,16 @@ class Search:
             self._times[kind] += [seconds for *_, seconds in transfers]
             self._middles[kind] = _estimate_spread(self._times[kind])
         middle, sigma = self._middles[kind]
-        times: dict[tuple[str, int], list[float]] = defaultdict(list)
+        times: dict[tuple[str, int], list[float]] = defaultdict(list)  # by direction and node
+        partners: dict[tuple[str, int], set[int]] = defaultdict(set)
         for source, target, _, seconds in transfers:
-            times["sends", source].append(seconds / middle)
-            times["receives", target].append(seconds / middle)
+            for end, partner in ((("sends", source), target), (("receives", target), source)):
+                times[end].append(seconds / middle)
+                partners[end].add(partner)
         # A score needs two partners that are not suspects, because a good node with suspects only would look slow.
-        pairs = {(source, target) for source, target, *_ in transfers}
-        good = {end for end in set(chain(*pairs)) if is_group or self._is_clean(end)}
-        partners = Counter(("sends", source) for source, target in pairs if target in good or not good)
-        partners.update(("receives", target) for source, target in pairs if source in good or not good)
-        scores = {key: sorted(values)[(len(values) - 1) // 4] for key, values in times.items() if partners[key] > 1}
+        nodes = {node for _, node in times}
+        good = {node for node in nodes if is_group or self._is_clean(node)} or nodes
+        scores = {end: sorted(row)[(len(row) - 1) // 4] for end, row in times.items() if len(partners[end] & good) > 1}
         sigmas = []
         for direction in ("sends", "receives"):
             by_node = {node: score for (side, node), score in scores.items() if side == direction}
@@ -425,9 +437,8 @@ class Search:
             self._links[link].append(self._measure(test.kind, "stuck", STUCK))
         sent = {source for source, *_ in outcome.transfers}
         received = {target for _, target, *_ in outcome.transfers}
-        ends = Counter(
-            end for link in fresh for end, moved in zip(link, (sent, received), strict=True) if end not in moved
-        )
+        ends = Counter(source for source, _ in fresh if source not in sent)
+        ends.update(target for _, target in fresh if target not in received)
         suspects = {node for node, count in ends.items() if count == max(ends.values())}
         if not outcome.ended and not links and not outcome.lost:
             suspects = set(test.nodes)
@@ -525,12 +536,10 @@ class Search:
 
     def _find_open_nodes(self, kinds: tuple[str, ...]) -> list[int]:
         """Return the nodes that need more measurements, without nodes that are bad for another reason."""
-        return [
-            node for node in sorted(self._measures)
-            if node not in self.lost and self._judge_node(node, kinds).state == "open"
-            and (kinds == ("alone",) or self._judge_node(node, ("alone",)).state != "bad")
-            and self._judge_node(node, ("near", "far")).state != "bad"
-        ]  # fmt: skip
+        living = (node for node in sorted(self._measures) if node not in self.lost)
+        suspects = [node for node in living if self._judge_node(node, kinds).state == "open"]
+        others = ("near", "far") if kinds == ("alone",) else ("alone",)
+        return [node for node in suspects if self._judge_node(node, others).state != "bad"]
 
     def _was_stuck(self, node: int) -> bool:
         return any(m.what == "stuck" and m.excess > 0 for m in self._measures[node])
@@ -579,18 +588,16 @@ class Search:
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all nodes, in their order."""
-        verdicts = [self._make_verdict(node) for node in range(self.nodes)]
-        noisy = [v for v in verdicts if v.reason == "noise"]
-        seen = self._compare_domains() if noisy else ""
-        changed = {v.node: replace(v, seen=seen) for v in noisy}
-        slow = [v for v in verdicts if v.reason == "slow" and self._judge_node(v.node, ("near",)).state == "clean"]
-        far = [(m.excess, self.domains[n], m.what) for n, of in self._measures.items() for m in of if m.kind == "far"]
-        least = {(domain, what): excess for excess, domain, what in sorted(far, reverse=True)}
-        for v in slow:  # with all nodes of the domain about as slow, its uplinks may be the cause
-            common = min(least.get((self.domains[v.node], what), 0.0) for what in v.what)
-            if common / (1 + common) > v.loss / 2 and len(self._members[self.domains[v.node]]) > 1:
-                changed[v.node] = replace(v, state="not judged", reason="uplink")
-        return [changed.get(verdict.node, verdict) for verdict in verdicts]
+        return [self._make_verdict(node) for node in range(self.nodes)]
+
+    def _may_be_uplink(self, verdict: Verdict) -> bool:
+        """Whether a node is slow only between domains, and all nodes of its domain are about as slow."""
+        members = self._members[self.domains[verdict.node]]
+        if verdict.reason != "slow" or len(members) < 2 or self._judge_node(verdict.node, ("near",)).state != "clean":
+            return False
+        measures = [m for node in members for m in self._measures[node] if m.kind == "far" and m.what in verdict.what]
+        common = min(measure.excess for measure in measures)
+        return common / (1 + common) > verdict.loss / 2
 
     def _make_verdict(self, node: int) -> Verdict:
         if node in self.unreached:
@@ -604,14 +611,19 @@ class Search:
             parts = tuple(dict.fromkeys(measure.what for measure in slow))
             is_bad = state == "bad"
             cause = "stuck" if "stuck" in parts else reason
-            return Verdict(
+            verdict = Verdict(
                 node=node, state="bad" if is_bad else "not judged", loss=compute_loss(slow), what=parts,
                 measures=tuple(slow), rails=self._slow_rails.get(node, ()), reason=cause if is_bad else state,
             )  # fmt: skip
-        visible = self.visible_loss()
-        is_noisy = visible is None or visible > BLIND
-        reason = "few" if self.nodes < 3 else "unmeasured" if not self._is_measured(node) else "noise" * is_noisy
-        return Verdict(node=node, state="not judged" if reason else "good", reason=reason)
+            return replace(verdict, state="not judged", reason="uplink") if self._may_be_uplink(verdict) else verdict
+        if self.nodes < 3:
+            return Verdict(node=node, state="not judged", reason="few")
+        if not self._is_measured(node):
+            return Verdict(node=node, state="not judged", reason="unmeasured")
+        visible_loss = self.visible_loss()
+        if visible_loss is None or visible_loss > BLIND:
+            return Verdict(node=node, state="not judged", reason="noise", seen=self._compare_domains())
+        return Verdict(node=node, state="good")
 
     def _compare_domains(self) -> str:
         """Describe slow transfers between domains, which hide slow nodes as noise does; "" if they are not slow."""
@@ -624,15 +636,20 @@ class Search:
 
         Of two domains either can be the slow one, so one of the others must be fast to a third.
         """
-        alive = {node for node in range(self.nodes) if self._make_verdict(node).reason not in ("lost", "stuck")}
-        links = sorted(filter(alive.issuperset, self.excess), key=self.excess.__getitem__, reverse=True)
-        fastest: dict[str, dict[str, float]] = {"near": {}, "far": {}}
-        for link in links:
-            fastest[self._classify_pair(*link)].update({self.domains[end]: 1 + self.excess[link] for end in link})
-        near, far = ({d: 1 - min(times.values()) / time for d, time in times.items()} for times in fastest.values())
-        pairs = {(self.domains[a], self.domains[b]) for link in links for a, b in (link, link[::-1])}
-        proven = sorted({domain for domain, other in pairs if far.get(other, 1.0) <= BLIND})
-        return {d: far[d] for d in proven if d and far.get(d, 0.0) > BLIND and near.get(d, 1.0) <= BLIND}
+        working = {node for node in range(self.nodes) if self._make_verdict(node).reason not in ("lost", "stuck")}
+        times: dict[str, dict[str, float]] = {"near": {}, "far": {}}  # of the fastest transfer, by domain
+        peers: dict[str, set[str]] = defaultdict(set)  # the other domains of its transfers, by domain
+        for link in filter(working.issuperset, self.excess):
+            by_domain, time = times[self._classify_pair(*link)], 1 + self.excess[link]
+            for domain, peer in permutations(self.domains[end] for end in link):
+                by_domain[domain] = min(time, by_domain.get(domain, time))
+                peers[domain].add(peer)
+        near, far = ({d: 1 - min(of_kind.values()) / time for d, time in of_kind.items()} for of_kind in times.values())
+        return {
+            domain: loss for domain, loss in sorted(far.items())
+            if domain and loss > BLIND and near.get(domain, 1.0) <= BLIND
+            and any(far.get(peer, 1.0) <= BLIND for peer in peers[domain])
+        }  # fmt: skip
 
     def bad_links(self) -> list[BadLink]:
         """Return the bad links between nodes that are not bad themselves."""

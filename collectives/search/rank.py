@@ -208,21 +208,21 @@ class Rank:
         Restart this process on request and when the coordinator is gone. A request contains environment variables,
         because some libraries read them only once.
         """
-        store, count, request = self.store.clone(), 0, f"anew/{self._name}"
+        store, count, request = self.store.clone(), 0, f"restart/{self._name}"
         while True:
             try:
                 store.set(f"beat/{self._name}", json.dumps([count, self.progress, self.where]))
                 if store.check(["end"]):
                     time.sleep(2 * BEAT_SECONDS)
                     os._exit(0)
-                anew = json.loads(store.get(request)) if store.check([request]) else None
-                if anew is not None:
+                variables = json.loads(store.get(request)) if store.check([request]) else None
+                if variables is not None:
                     store.delete_key(request)
             except RuntimeError:  # the coordinator is gone; a new one continues
-                anew = {}
-            if anew is not None:
+                variables = {}
+            if variables is not None:
                 command = [sys.executable, "-m", "collectives.search.rank", *sys.argv[1:]]
-                os.execve(sys.executable, command, {**os.environ, **anew})  # noqa: S606
+                os.execve(sys.executable, command, {**os.environ, **variables})  # noqa: S606
             count += 1
             time.sleep(BEAT_SECONDS)
 

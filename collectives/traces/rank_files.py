@@ -157,9 +157,8 @@ class RankTrace:
 
     def has_left(self, call: Call) -> bool:
         """Whether a dump has no open collective of the group of this call, up to this call."""
-        return not self.partial and not any(
-            one.group == call.group and one.number <= call.number and not one.p2p and not one.done for one in self.calls
-        )
+        pending = (one for one in self.calls if one.group == call.group and not one.p2p and not one.done)
+        return not self.partial and all(one.number > call.number for one in pending)
 
 
 _PEER = re.compile(r"^(send|recv) (\d+)(?:->|<-)(\d+)")
@@ -180,10 +179,8 @@ def read(raw: bytes, *, rank: int, source: str = "") -> RankTrace:
         raise RankFileError(f"{origin}: a dump of version {version[:20] or '?'}: 2 is read")
     entries = [entry for entry in dump.get("entries", [])[-MAX_CALLS:] if isinstance(entry, dict)]
     config = dump.get("pg_config")
-    members = {
-        str(name): ranks for name, row in (config.items() if isinstance(config, dict) else ())
-        if isinstance(row, dict) and (ranks := _read_ranks(row.get("ranks")))
-    }  # fmt: skip
+    rows = {str(name): row for name, row in config.items() if isinstance(row, dict)} if isinstance(config, dict) else {}
+    members = {name: ranks for name, row in rows.items() if (ranks := _read_ranks(row.get("ranks")))}
     names = dict(entry["process_group"] for entry in entries if _is_pair(entry.get("process_group")))
     calls = _settle(sorted(filter(None, map(_read_call, entries)), key=lambda call: call.record))
     newest: dict[str, int] = {}

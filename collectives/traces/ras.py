@@ -114,10 +114,8 @@ def _rank(row: Mapping[str, Any], *, here: bool) -> RasRank | None:
     if number is None:
         return None
     state = status if isinstance(status, dict) else {}
-    missing = ""
-    if not here:
-        missing = "dead" if state.get("considered_dead") is True else (
-            "unresponsive" if state.get("unresponsive") is True else "no answer")  # fmt: skip
+    marks = {"considered_dead": "dead", "unresponsive": "unresponsive"}
+    missing = "" if here else next((word for mark, word in marks.items() if state.get(mark) is True), "no answer")
     counts = row.get("collective_counts")
     return RasRank(
         rank=number, host=str(row["host"])[:253] if isinstance(row.get("host"), str) else None,
@@ -202,14 +200,12 @@ def _place(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasCom
     missing = {rank for comm in comms for rank, member in comm.ranks.items() if member.missing}
     if len(unique) != 1 or len(missing) != 1:
         return comms
-    (process,) = unique.values()
-    return tuple(
-        replace(comm, ranks={**comm.ranks, **{rank: replace(process, rank=rank) for rank in missing & set(comm.ranks)}})
-        for comm in comms
-    )
+    (process,), (rank,) = unique.values(), missing
+    placed = replace(process, rank=rank)
+    return tuple(replace(comm, ranks={**comm.ranks, rank: placed}) if rank in comm.ranks else comm for comm in comms)
 
 
-def behind(comm: RasComm) -> tuple[dict[int, str], str]:
+def find_laggards(comm: RasComm) -> tuple[dict[int, str], str]:
     """Return the ranks that launched the fewest collectives, each with the evidence, and one sentence about all.
 
     Both are empty if all ranks launched the same number. There are no ranks if the report does not identify them.

@@ -85,7 +85,7 @@ class _Reader:
         named, group = _TEXTS["rank"].search(line), _TEXTS["group"].search(line)
         if error := _TEXTS["error"].search(line):
             self.report.errors.setdefault(int(error[1]), f"{error[2]}: {error[3]}" if error[3] else error[2])
-        here = None
+        here = None  # rank of the job, name of its group, rank in the group
         if group:
             rank, name = int((named or group)[1 if named else 3]), group[1]
             here = rank, name, int(group[3])

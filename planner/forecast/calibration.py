@@ -167,7 +167,7 @@ def widths() -> Widths:
 def kind_of(job: Job) -> str:
     """Return the kind of a job: the first of three properties that it has, from the widest interval to the narrowest.
 
-    Forecasts without data for their GPU generation, or their stack, were as accurate as others (docs/decisions/0091).
+    Forecasts without data for their GPU generation, or their stack, were as accurate as others (docs/decisions/0140).
     """
     marks = {
         LONG: job.train.sequence_length >= LONG_CONTEXT_TOKENS, MIXTURE: job.model.experts > 0,

@@ -366,6 +366,6 @@ def head_cost(job: Job, layout: Layout, tokens: float) -> tuple[float, float]:
     n = model.vocab / layout.tp
     lost = _rate_loss(tokens, n, model.hidden, job.constants)
     gemm = 2.0 * tokens * n * model.hidden * lost / (rates.head or rates.gemm)
-    on_cpu = rates.device == "CPU"  # its constants contain what torch's kernels add (docs/decisions/0023)
+    on_cpu = rates.device == "CPU"  # its constants contain what torch's kernels add (docs/decisions/0138)
     loss = tokens * n * ((6.0, 16.0) if on_cpu else engine.loss_bytes)[not fused] / rates.hbm
     return gemm, loss + (gemm if fused and engine.loss_again and not on_cpu else 0.0)

@@ -38,6 +38,14 @@ NF4_SCALES = 1 / 64 + 4 / (64 * 256)  # extra; not sharded, because FSDP does no
 AttentionKernel = Literal["unfused", "flash1", "flash2", "flash3"]
 
 
+class Exchanges(NamedTuple):
+    """How often a step gathers sharded weights, gathers them again, and reduces their gradients."""
+
+    gathers: int
+    regathers: int
+    scatters: int
+
+
 class StateBytes(NamedTuple):
     """Bytes per trained weight."""
 
@@ -428,15 +436,14 @@ class Engine:
             return 4.0
         return float(self.replica_gradient_bytes if layout.sharding == "ddp" else self.gradient_bytes)
 
-    def count_exchanges(self, train: TrainSpec, layout: Layout) -> tuple[int, int, int]:
-        """Return how often a step gathers sharded weights, gathers them again, and reduces their gradients.
+    def count_exchanges(self, train: TrainSpec, layout: Layout) -> Exchanges:
+        """A backward pass gathers again what the forward pass freed; else weights stay until it, or the step's end.
 
-        A backward pass gathers again what the forward pass freed; else weights stay until it, or until the step's end.
         With a pipeline all backward passes together gather once, and the last micro-batch reduces the gradients.
         """
         frees, times = layout.reshard_after_forward, layout.gradient_accumulation
         once = times if layout.pp == 1 else 1
-        return times if frees else once, once if frees else 0, once
+        return Exchanges(gathers=times if frees else once, regathers=once if frees else 0, scatters=once)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ _RESERVED_BYTES = 0.9 * GIB  # cuBLAS workspaces
 RESERVED_RANKS_BYTES = 0.4 * GIB  # communication buffers of the framework, with more than one rank
 _CONTEXT_BYTES = 0.6 * GIB  # CUDA context and kernels, outside the allocator
 NCCL_BYTES = 0.6 * GIB  # NCCL's channels and their buffers, with more than one rank
-_CPU_BYTES = 0.02 * GIB  # of the fine-tune job on a CPU: threads, modules imported in the steps; docs/decisions/0023
+_CPU_BYTES = 0.02 * GIB  # of the fine-tune job on a CPU: threads, modules imported in the steps; docs/decisions/0139
 SAFE_SHARE = 0.92  # of host memory and the job's measured use; a run above it may fail
 
 

@@ -261,8 +261,7 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> dict[st
         sliding = max(0, layers - first)
     else:
         return {"sliding_window": window}
-    layers_of = {} if sliding == layers else {"sliding_layers": sliding}
-    return {"sliding_window": window, **layers_of} if sliding else {}
+    return {"sliding_window": window, "sliding_layers": None if sliding == layers else sliding} if sliding else {}
 
 
 def read_model_file(path: Path, *, any_type: bool = False) -> ModelSpec:

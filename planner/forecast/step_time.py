@@ -55,15 +55,13 @@ def _expose(seconds: float, hiding: float, loss: float) -> float:
     return max(0.0, seconds - hiding) + loss * min(seconds, hiding)
 
 
-def strides(layout: Layout) -> tuple[int, int, int, int]:
-    """Return the rank distance of neighbours in the cp, dp_shard, dp_replicate and pp groups; for tp it is 1.
+def find_strides(layout: Layout) -> dict[str, int]:
+    """Return the rank distance of neighbours in the groups of each kind; for tp it is 1.
 
     Ranks that shard together form one group of cp and dp_shard, with cp's distance.
     """
-    cp = layout.tp
-    shard = cp * layout.cp
-    replicate = shard * layout.dp_shard
-    return cp, shard, replicate, replicate * layout.dp_replicate
+    replicate = layout.tp * layout.cp * layout.dp_shard
+    return {"cp": layout.tp, "dp_replicate": replicate, "pp": replicate * layout.dp_replicate}
 
 
 def _time_over_groups(
@@ -280,7 +278,7 @@ def _time_context_parallel(step: StepInputs) -> float:
         return 0.0
     heads = model.kv_heads / min(layout.tp, model.kv_heads)
     kv = 2.0 * step.share.element * step.tokens * layout.cp * heads * model.head_dim
-    ring = step.job.links.ring_seconds(kv, layout.cp, strides(layout)[0])
+    ring = step.job.links.ring_seconds(kv, layout.cp, find_strides(layout)["cp"])
     hidden = attention / layout.cp if step.job.engine.gathers_context else attention
     return max(0.0, ring - hidden) + max(0.0, 2.0 * ring - 2.5 * hidden) + 0.3 * ring
 
@@ -348,8 +346,9 @@ def _time_sharded(step: StepInputs, micro: _MicroBatchTimes) -> _ExchangeTimes:
     reduce = scatters * scattering
     if layout.dp_replicate > 1:
         trained = share.part(share.trained, share.routed_trained, sharded=True)
-        across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, strides(layout)[2])
-        loss = step.overlap_loss(layout.dp_replicate, strides(layout)[2])
+        stride = find_strides(layout)["dp_replicate"]
+        across = links.all_reduce_seconds(each_reduced * trained, layout.dp_replicate, stride)
+        loss = step.overlap_loss(layout.dp_replicate, stride)
         exposed = _expose(across, micro.backward, loss) + across / max(1.0, share.layers)
         reduce += exposed * (scatters if job.engine.reduce_every_micro_batch else 1)
     return _ExchangeTimes(gathers * ahead + regathers * behind, reduce, copied)
@@ -405,7 +404,7 @@ def _time_pipeline(step: StepInputs, micro: _MicroBatchTimes, gather: float) -> 
         return 0.0, 0.0
     gathered_micro = gather / layout.gradient_accumulation
     bubble = (layout.pp - 1) / layout.virtual_stages * (micro.forward + micro.backward - micro.head + gathered_micro)
-    message = step.job.links.send_seconds(step.message_bytes, strides(layout)[3], layout.pp)
+    message = step.job.links.send_seconds(step.message_bytes, find_strides(layout)["pp"], layout.pp)
     waits = 2.0 if layout.virtual_stages == 1 else 0.5 * layout.virtual_stages
     send = message * (2.0 * (layout.pp - 1) + waits * layout.gradient_accumulation)
     hiding = micro.forward + micro.backward  # all chunks of a micro-batch; a slow network is busy for longer

@@ -207,7 +207,7 @@ def make_job_spec(
         resource, _, count = need.partition(": ")
         if not resource.endswith("/*"):
             needed[resource] = count
-        elif not family(resource, limits):
+        elif not find_resources(resource, limits):
             raise JobError(f"resource {resource}: give the name that `kubectl get nodes -o yaml` shows in "
                            f"status.allocatable, with --resource NAME={count}")  # fmt: skip
     environment = {s.name: s.value for s in advice.settings}
@@ -231,7 +231,7 @@ def place_on_claim(folder: str) -> str:
     return posixpath.normpath(posixpath.join(MOUNT, folder))
 
 
-def family(resource: str, names: Collection[str]) -> list[str]:
+def find_resources(resource: str, names: Collection[str]) -> list[str]:
     """Return the resource names among `names` that can meet the need `resource`, such as "rdma/*".
 
     The RDMA shared device plugin offers devices as rdma/..., and SR-IOV operators use other prefixes.

@@ -46,7 +46,7 @@ def _fit(node: NodeView, names: Iterable[str]) -> set[str]:
     return left
 
 
-def in_use(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
+def find_overlaps(networks: Sequence[str], snapshots: Sequence[Snapshot]) -> str:
     """Return the ranges that overlap a subnet of these nodes, as text with the interface; empty if none does."""
     attached = [
         f"{network} ({link.name} of {node.hostname} has {there})"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contracts.tables import read_texts
-from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, family, quantity
+from planner.kubernetes.manifests import NETWORKS_ANNOTATION, RUNS_GATE, Document, find_resources, quantity
 from planner.kubernetes.yaml_edit import documents, extend
 from planner.nccl_env import RESERVED
 from planner.nccl_env.situation import Setting
@@ -132,12 +132,11 @@ class Additions:
     annotations: dict[str, str] = field(default_factory=dict)  # of the job
 
 
-def jobs_in(manifest: list[Any]) -> tuple[Job, ...]:
+def find_jobs(manifest: list[Any]) -> tuple[Job, ...]:
     """Return every job of a supported kind in the documents. Raises WrapError if there is none."""
     objects = list(_list_objects(manifest))
-    configs = {
-        _get_name(each): each["data"] for each in objects if each.get("kind") == "ConfigMap" and each.get("data")
-    }
+    config_maps = [each for each in objects if each.get("kind") == "ConfigMap" and each.get("data")]
+    configs = {_get_name(each): each["data"] for each in config_maps}
     jobs = [job for each in objects if (job := _parse_job(each, configs)) is not None]
     places = {(job.kind, job.name): at for at, job in enumerate(jobs)}
     for index, job in enumerate(jobs):
@@ -171,14 +170,14 @@ def note_others(manifest: list[Any]) -> list[str]:
 
 
 def wrap(text: str, additions: Sequence[Additions | None]) -> tuple[str, list[str]]:
-    """Return the manifest with additions to its jobs, in the order of `jobs_in`, and notes on unchanged values.
+    """Return the manifest with additions to its jobs, in the order of `find_jobs`, and notes on unchanged values.
 
     Raises WrapError, and EditError of planner.kubernetes.yaml_edit if lines cannot be inserted into the text.
     """
     end = "" if text.endswith("\n") else "\n"  # of the last line; it is removed from the result
     manifest = documents(text + end)
     notes: list[str] = []
-    for job, added in zip(jobs_in(manifest), additions, strict=True):
+    for job, added in zip(find_jobs(manifest), additions, strict=True):
         if added is None:
             continue
         for part in job.parts:
@@ -294,7 +293,7 @@ class _Wrapper:
         resources = dict(self._wanted.resources)
         for need in self._wanted.needs:
             name, _, count = need.value.partition(": ")
-            if need.name == "resource" and not _GPU.fullmatch(name) and not family(name, list(resources)):
+            if need.name == "resource" and not _GPU.fullmatch(name) and not find_resources(name, list(resources)):
                 resources[name] = count
         part = self._part
         if part.resources.get("claims"):
@@ -306,7 +305,7 @@ class _Wrapper:
             self._note("resources_of_runtime", names=", ".join(resources))
             return
         for name, count in resources.items():
-            there = family(name, list(has)) if name.endswith("/*") else [name] if name in has else []
+            there = find_resources(name, list(has)) if name.endswith("/*") else [name] if name in has else []
             if there:
                 present = str(has[there[0]])
                 if present != count and quantity(present) != quantity(count):
@@ -327,7 +326,7 @@ class _Wrapper:
             self._job.nodes != 1
             and any(need.name == "memlock" for need in self._wanted.needs)
             and not {"rdma/*", "vpc.amazonaws.com/efa"} & needs
-            and not family("rdma/*", sorted(names))
+            and not find_resources("rdma/*", sorted(names))
             and not self._security.get("privileged")
             # on GKE this annotation also provides the device
             and "networking.gke.io/interfaces" not in _get(self._part.pod, "metadata", "annotations")
@@ -408,15 +407,14 @@ class _Wrapper:
         is_taken = any(each.get("name") == GATE for each in (*_get(body, "containers"), *inits))
         # The check gets the job's variables, and the node's name, because every pod has another host name.
         node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
-        sources = [
-            each for each in _get(self._container, "envFrom") if isinstance(each, dict) and "configMapRef" in each
-        ]
+        sources = [each for each in _get(self._container, "envFrom") if isinstance(each, dict)]
         self._add_init_container(
             name=f"topoflight-{GATE}" if is_taken else GATE, image=image,
             command=["topoflight", "preflight", "-o", "table",
                      *(word for check in self._wanted.require for word in ("--require", check))],
             env=[node, *_list_plain_variables(self._container)],
-            envFrom=sources,  # without Secrets, which the check does not need
+            # without Secrets, which the check does not need
+            envFrom=[each for each in sources if "configMapRef" in each],
             resources={k: part.resources[k] for k in part.resources if k in ("limits", "requests", "claims")},
             securityContext=self._container.get("securityContext"), volumeMounts=self._list_shm_mounts(),
         )  # fmt: skip

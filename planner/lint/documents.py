@@ -398,7 +398,7 @@ def title(document: Any) -> str:
     metadata = document.get("metadata")
     name = (metadata if isinstance(metadata, dict) else document).get("name")
     parts = (document.get("kind"), name if isinstance(name, str) else None)
-    return "/".join(str(part) for part in parts if part) or "document"
+    return "/".join(str(part) for part in parts if part).replace(OPEN, "...") or "document"
 
 
 # -- Dockerfiles

@@ -34,6 +34,7 @@ from planner.nccl_env import (
     Version,
     find_platform,
     find_plugin_of,
+    is_read,
     names,
     nearest,
     newest_read,
@@ -104,10 +105,7 @@ def lint(
         findings += _judge_name(name, value, case)
     for name, raw in read.unresolved.items():
         findings += _judge_name(name, raw, case, resolved=False)
-    for name, raw in read.unexported.items():
-        entry = names().get(name)
-        if name in torch_names() or (entry is not None and entry.status == "current"):
-            findings.append(finding("env.name.unexported", name, raw))
+    findings += [finding("env.name.unexported", name, raw) for name, raw in read.unexported.items() if is_read(name)]
     if "one_gpu" in case.places:
         environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
     findings += _apply_rules(environment, {*environment, *read.unresolved, *read.also_set}, case.places)

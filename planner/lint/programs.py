@@ -19,8 +19,7 @@ _NAMES = WORDS["shell"]
 
 def name_of(word: Word) -> str:
     """Return the name of a program without its folder; "python" for every release of Python."""
-    name = word.text.rsplit("/", 1)[-1]
-    return re.sub(r"\Apython[\d.]+\Z", "python", name) if name.startswith("python") else name
+    return re.sub(r"\Apython[\d.]+\Z", "python", word.text.rsplit("/", 1)[-1])
 
 
 def find_program(command: Sequence[Word]) -> int:
@@ -53,6 +52,7 @@ def list_removed(command: str, names: Iterable[str]) -> list[str]:
     """Return the variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
     removed = read_table(__file__, "data/forms.toml")["removed"]
     removed_here, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
+    command = re.sub(r"--container-env[= ]\S*", "", command)  # of the variables that reach srun's steps
     return [n for n in names if n in removed_here or (everything and n not in command and not IN_CONTAINER.match(n))]
 
 

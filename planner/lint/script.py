@@ -107,6 +107,7 @@ class Script:
     starts: list[int] = field(default_factory=list)  # lines of programs that start ranks
     files: list[str] = field(default_factory=list)  # files named with --env-file and the like
     findings: list[Finding] = field(default_factory=list)  # about the text itself
+    removed: dict[str, str] = field(default_factory=dict)  # variable -> the command that does not pass it on
     unread: list[Unread] = field(default_factory=list)
 
     def set(self, assigned: Assigned) -> None:

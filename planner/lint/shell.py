@@ -590,15 +590,18 @@ class _Reader(Expander):
         started, program, sets = self._started, argv[index:], False
         idle = is_idle(program)
         command = " ".join(word.text for word in argv)[:MAX_OPTIONS] + " "
+        why = f"{name_of(argv[0])} in line {line} does not pass it on"
         if name_of(program[0]) == "srun" and "--export" not in command and self.parameter("SLURM_EXPORT_ENV") == "NONE":
             command = f"srun --export=NONE {command}"
+            why = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
         is_remote = pattern("mpirun_to_hosts").match(command) and not _SCHEDULED.search(self.source)
         for name, each in self.scope.variables.items() if is_remote else ():
             if each.exported and not each.unset and is_read(name) and name not in command:
                 note = finding("env.name.unexported/mpirun", name, each.value.replace(OPEN, "..."))
                 self.script.findings += [] if note in self.script.findings else [note]
         for name in list_removed(command, self.scope.variables):
-            del self.scope.variables[name]
+            if self.scope.variables.pop(name).exported and argv[0].line:
+                self.script.removed[name] = why
         for part in split_command(argv):
             if isinstance(part, Assigned):
                 sets = sets or is_judged(part.name)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from contracts.tables import read_table
+from planner.lint.findings import finding
 from planner.lint.script import (
     JOB_SIZE,
     NAMED,
@@ -52,10 +53,7 @@ class Reading(NamedTuple):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of all variables found, sorted."""
-        names = {
-            name for each in self.environments for name in {**each.environment, **each.unresolved, **each.unexported}
-        }
-        return tuple(sorted(names - {*JOB_SIZE}))
+        return tuple(sorted({name for each in self.environments for name in each.lines} - {*JOB_SIZE}))
 
 
 def read_text(text: str, kind: str | None = None, name: str = "") -> Reading:
@@ -95,11 +93,11 @@ def _read_as(text: str, kind: str) -> Reading:
     unread = [each for _, script in parts for each in script.unread]
     names = {name.strip() for _, script in parts for settings in script.settings() for name in settings}
     reason = "no started program is known to get it"
-    if pattern("exports_none").search(text):
-        reason = "srun passes nothing on because of --export=NONE, unless the script has `export SLURM_EXPORT_ENV=ALL`"
     lost = _find_unread(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
     lines = {each.line for each in unread}
-    unreached = {each.name: each for each in lost if is_read(each.name) and each.line not in lines}
+    removed = {name: why for _, script in parts for name, why in script.removed.items()}
+    explained = (each._replace(why=removed.get(each.name, each.why)) for each in lost)
+    unreached = {each.name: each for each in explained if is_read(each.name) and each.line not in lines}
     if kind in _DOCUMENTS:
         lost = _find_unread(text, names, SETS, "{name} is in a place where no variable is read")
         unread = [*lost, *unread]
@@ -126,7 +124,7 @@ def _count_nodes(text: str) -> int | None:
     """Return the largest number of nodes that the text requests; None if it contains none."""
     matches, master = pattern("nodes").finditer(text), "Master:" in text
     found = [int(each[each.lastgroup]) + (each.lastgroup == "workers" and master) for each in matches if each.lastgroup]
-    return max(found) if found else None
+    return max(found, default=1 if pattern("standalone").search(text) else None)
 
 
 def _count_gpus(text: str) -> int | None:
@@ -140,17 +138,17 @@ def _count_gpus(text: str) -> int | None:
 def explain_nothing(text: str, reading: Reading) -> str:
     """Return the error message for a text in which no variable was found."""
     lines = {number: row for number, row in enumerate(text.splitlines(), start=1) if pattern("named").search(row)}
+    read_as = reading.form + (f". Not read: {', '.join(reading.files[:3])}" if reading.files else "")
     if not lines:
-        return f"no variable of NCCL, its plugins or PyTorch's process groups is set; it was read as: {reading.form}"
+        return f"no variable of NCCL, its plugins or PyTorch's process groups is set; it was read as: {read_as}"
     if reading.form != FORMS["other"] and all(row.lstrip().startswith("#") for row in lines.values()):
-        return f"NCCL's variables are named only in comments ({list_lines(lines)}); it was read as: {reading.form}"
+        return f"NCCL's variables are named only in comments ({list_lines(lines)}); it was read as: {read_as}"
     looks = _first(_PATTERNS["foreign"], text)
     count = f"{len(lines)} lines name" if len(lines) > 1 else "1 line names"
     like = f" It looks like {looks}." if looks and (looks != "Markdown" or not text.startswith("#!")) else ""
-    like += f" Not read: {', '.join(reading.files[:3])}." if reading.files else ""
     return (
         f"{count} NCCL's variables ({list_lines(lines)}), and none sets one in a form that is read. It was read as: "
-        f"{reading.form}.{like} Forms that are read: {', '.join(KINDS)} (--kind)"
+        f"{read_as}.{like} Forms that are read: {', '.join(KINDS)} (--kind)"
     )
 
 
@@ -190,8 +188,7 @@ def _read(text: str, kind: str, depth: int, first: int = 1) -> tuple[str, _Parts
         entries = re.findall(r"(?:^|\0)([^=\0]+)=([^\0]*)", text)[::-1]  # getenv(3) uses the first duplicate
         pairs = entries if kind == "process" else pattern("logged").findall(text)
         script.always = {name: Assigned(name, value, value) for name, value in pairs}
-    source = {"log": "log"}.get(kind, title)
-    return title, [(source, script), *_read_inner(script, title, depth)]
+    return title, [("log" if kind == "log" else title, script), *_read_inner(script, title, depth)]
 
 
 def _read_lines(text: str, kind: str, first: int) -> Script:
@@ -209,9 +206,15 @@ def _read_lines(text: str, kind: str, first: int) -> Script:
         if kind == "env" and (not equals or " " in name.strip()):
             if not re.fullmatch(r"\w+", bare.strip()):  # NAME alone: docker takes the value from its own environment
                 script.unread.append(Unread(line=number, why="no NAME=VALUE"))
-        elif name and equals and (kind == "env" or name not in script.always):
-            script.always.pop(name, None)  # variables are in the order of their lines
-            script.always[name] = Assigned(name, value, value, number)
+        elif name and equals:
+            given = Assigned(name, value, value, number)
+            before = script.always.pop(name, given)  # variables are in the order of their lines
+            script.always[name], lost = (given, before) if kind == "env" else (before, given)
+            if before.value != value and is_read(name):
+                kept, at = script.always[name].value, f" in line {lost.line}" * bool(lost.line)
+                which = "last" if kind == "env" else "first"
+                note = finding("env.pair.shadowed/lines", name, kept, lost=lost.value, at=at, which=which)
+                script.findings.append(note)
     return script
 
 

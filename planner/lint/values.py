@@ -86,8 +86,7 @@ def is_quoted(value: str) -> bool:
 
 def check_quotes(name: str, value: str) -> Iterator[Finding]:
     """Warn about quotes in an env file: some programs that read env files keep them."""
-    entry = names().get(name)
-    if entry is not None and is_quoted(value):
+    if (entry := names().get(name)) is not None and is_quoted(value):
         effect = _describe_garbage(name, entry)
         yield finding("env.value.quotes/env_file", name, value, effect=effect, right=value.strip(value[0]))
 

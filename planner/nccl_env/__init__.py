@@ -117,8 +117,7 @@ def is_read(name: str) -> bool:
     entry, plugin = names().get(name), find_plugin_of(name)
     of_build = re.search(r"_(?:VERSION|HOME|PREFIX|REPO|BRANCH|TAG|URL|COMMIT)\Z", name)
     by_plugin = plugin is not None and plugin.plugin not in ("build", "nccl-tests") and not (plugin.prefix and of_build)
-    by_plugin = by_plugin or name in torch_names()
-    return entry.status == "current" if entry else by_plugin
+    return entry.status == "current" if entry else by_plugin or name in torch_names()
 
 
 @cache
@@ -134,10 +133,8 @@ def nearest(name: str) -> tuple[str, ...]:
         return (right,)
     if f"TORCH_{name}" in torch_names():
         return (f"TORCH_{name}",)
-    if name.startswith("TORCH_NCCL_"):
-        live: list[str] = sorted(torch_names())
-    else:
-        live = sorted(current for current, entry in names().items() if entry.status != "removed")
+    of_nccl = (current for current, entry in names().items() if entry.status != "removed")
+    live = sorted(torch_names() if name.startswith("TORCH_NCCL_") else of_nccl)
     return tuple(difflib.get_close_matches(name, live, n=2, cutoff=0.9))
 
 

@@ -228,13 +228,12 @@ def choose_ports(node: NodeView) -> PortChoice:
     """Start with the ports that NCCL uses by default, and drop those that a job must not use."""
     ports = node.default_ports()
     dropped: dict[str, str] = {}
-    secondary = _find_secondary_devices(node)
     far: dict[str, str] = {}
     for rule in _RULES:
         unfit = rule(node, ports)
         ports = tuple(view for view in ports if view.name not in unfit)
         (far if rule is _drop_far else dropped).update(unfit)
-    return PortChoice(chosen=ports, dropped=dropped, far=far, secondary=secondary)
+    return PortChoice(chosen=ports, dropped=dropped, far=far, secondary=_find_secondary_devices(node))
 
 
 def _find_secondary_devices(node: NodeView) -> dict[str, str]:
@@ -259,13 +258,10 @@ def _drop_software(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]
 def _drop_other_pods(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """Drop RoCE devices without a GID in this network namespace; only devices of the pod's networks have one."""
     secondary = _find_secondary_devices(node)
-    if not any(view.device.name in secondary for view in ports):
+    others = [view for view in ports if view.device.name not in secondary]
+    if len(others) == len(ports):
         return {}
-    return {
-        view.name: f"{view.port.link_layer}, and no network of this pod is on it"
-        for view in ports
-        if view.device.name not in secondary
-    }
+    return {view.name: f"{view.port.link_layer}, and no network of this pod is on it" for view in others}
 
 
 def _drop_minor_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
@@ -277,11 +273,8 @@ def _drop_minor_layer(_node: NodeView, ports: Sequence[PortView]) -> dict[str, s
     if len(set(sizes.values())) < 2:
         return {}  # one layer, or two fabrics of equal size, which `ib_hca` reports
     main = max(sizes, key=lambda layer: (*sizes[layer], layer == "InfiniBand"))
-    return {
-        view.name: f"{view.port.link_layer}, while the training fabric is {main}"
-        for view in ports
-        if view.port.link_layer != main
-    }
+    others = [view for view in ports if view.port.link_layer != main]
+    return {view.name: f"{view.port.link_layer}, while the training fabric is {main}" for view in others}
 
 
 def _drop_minor_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
@@ -296,11 +289,8 @@ def _drop_minor_subnet(_node: NodeView, ports: Sequence[PortView]) -> dict[str, 
     (main, largest), (_, next_most) = counts.most_common(2)
     if largest == next_most:
         return {}  # two fabrics of equal size, and no fact shows which one is for training
-    return {
-        name: f"InfiniBand subnet {prefix}, while {largest} ports are in {main}"
-        for name, prefix in prefixes.items()
-        if prefix != main
-    }
+    others = {name: prefix for name, prefix in prefixes.items() if prefix != main}
+    return {name: f"InfiniBand subnet {prefix}, while {largest} ports are in {main}" for name, prefix in others.items()}
 
 
 def subnet_prefix(view: PortView) -> str | None:
@@ -331,15 +321,12 @@ def _drop_far(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:
     """
     nearest = node.topology.nearest_nic if node.topology else ()
     names = {nic for entry in nearest for nic in entry.nics}
-    near = [view for view in ports if view.device.name in names]
+    near = [view.port.rate_bytes_per_second or 0.0 for view in ports if view.device.name in names]
     if not near or not all(entry.decidable and entry.local for entry in nearest):
         return {}
-    fastest = max(view.port.rate_bytes_per_second or 0.0 for view in near)
-    return {
-        view.name: "nearest to no GPU: each has a nearer port"
-        for view in ports
-        if view.device.name not in names and (view.port.rate_bytes_per_second or 0.0) <= fastest
-    }
+    far = [view for view in ports if view.device.name not in names]
+    slow = [view for view in far if (view.port.rate_bytes_per_second or 0.0) <= max(near)]
+    return {view.name: "nearest to no GPU: each has a nearer port" for view in slow}
 
 
 def _drop_management(node: NodeView, ports: Sequence[PortView]) -> dict[str, str]:

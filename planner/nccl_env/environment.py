@@ -326,13 +326,13 @@ def _need_roce(node: NodeView) -> Iterator[Setting]:
         yield setting("pod.rdma", f"rdma/*: {functions or 1}", f"{node.hostname}: {devices}", *extra)
 
 
-_FIRST = (unread, note_unsupported, devices.gloo_socket_ifname)
+_FIRST = (unread, note_unsupported, devices.gloo_socket_ifname)  # for every job
 _BETWEEN_NODES = (  # only for NCCL jobs on several nodes
     vendor_script, published_values, unknown_platform, devices.socket_ifname, rdma.ib_hca,
     rdma.ib_gid_index, rdma.ib_addr_family, rdma.ib_roce_version, rdma.ib_traffic_class, rdma.ib_service_level,
     rdma.cross_nic, rdma.net_plugin, slingshot_protocol, slingshot_tuning,
 )  # fmt: skip
-_LAST = (topo_file, mnnvl, allocator, omp_threads)
+_LAST = (topo_file, mnnvl, allocator, omp_threads)  # for every job
 RULES: tuple[Callable[[Situation], Setting | Note | None], ...] = (*_FIRST, *_BETWEEN_NODES, *_LAST)
 """Rules, in the order of their answers."""
 

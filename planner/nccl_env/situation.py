@@ -123,10 +123,8 @@ class NodeView:
 
     def default_ports(self) -> tuple[PortView, ...]:
         """Return the ports that NCCL uses without NCCL_IB_HCA: ACTIVE, InfiniBand or Ethernet."""
-        layers = ("InfiniBand", "Ethernet")
-        return tuple(
-            view for view in self.verbs_ports() if view.port.state == "ACTIVE" and view.port.link_layer in layers
-        )
+        active = (view for view in self.verbs_ports() if view.port.state == "ACTIVE")
+        return tuple(view for view in active if view.port.link_layer in ("InfiniBand", "Ethernet"))
 
 
 def find_cloud(info: HostinfoFacts) -> tuple[str, str, str] | None:
@@ -305,9 +303,8 @@ class Situation:
     @property
     def unsupported(self) -> bool:
         """Whether the GPUs are from AMD, which RCCL supports, or Gaudi accelerators, which HCCL supports."""
-        return not any(node.gpu_count() for node in self.nodes if node.snapshot) and any(
-            node.unsupported_gpus() for node in self.nodes
-        )
+        has_supported = any(node.gpu_count() for node in self.nodes if node.snapshot)
+        return not has_supported and any(node.unsupported_gpus() for node in self.nodes)
 
     @property
     def cxi(self) -> bool:

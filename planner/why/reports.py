@@ -80,14 +80,15 @@ def judge_models(facts: RunFacts) -> Verdict | None:
 def judge_meeting(facts: RunFacts) -> Verdict | None:
     """Find why ranks, or torchrun on several nodes, have not met, by the files of those that wait at the rendezvous.
 
-    Those that wait are never named. A file that is older than the wait is of an earlier start.
+    Those that wait are never named. A file from before the first of them asked is of an earlier start.
     """
     kind, everyone = ("node", facts.nodes) if facts.nodes else ("rank", facts.states)
     here = {rank: state for rank, state in sorted(everyone.items()) if state.asked}
     ages = {rank: facts.ages.get(rank, 0.0) for rank in everyone}
     waits = {rank: state.written - (state.since or state.written) for rank, state in here.items()}
     age = max(waits.values(), default=0.0)
-    if not here or any(ages[rank] <= age and not everyone[rank].ended for rank in set(everyone) - set(here)):
+    began = max((waits[rank] + ages[rank] for rank in here), default=0.0)
+    if not here or any(ages[rank] <= began for rank in set(everyone) - set(here)):
         return None
     errors = [state.error for state in here.values() if state.error]
     if own_error := next(filter(is_own, errors), None):

@@ -42,8 +42,8 @@ def unjudged(facts: ImexFacts) -> dict[str, str]:
     """Without the node list it is unknown whether the host shares NVLink; most hosts with the device do not."""
     if facts.usable or (facts.nodes is not None and not facts.of_agent):
         return {}
-    reason = "this is the agent's own pod" if facts.of_agent else f"{NODES} is not to be seen"
-    return {"imex.channel.missing": f"not known of a job's pod: {reason}"}
+    reason = "this is the agent's own pod" if facts.of_agent else f"{NODES} cannot be read"
+    return {"imex.channel.missing": f"not judged: {reason}"}
 
 
 SOURCE = Source(name="imex", facts=ImexFacts)

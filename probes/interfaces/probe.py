@@ -87,20 +87,10 @@ def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
         return
     others = [i for i in others if is_usable_by_nccl(i) and i.role in ("secondary", "host")]
     better = max(others, key=_fast, default=None)
-    if better is None:
+    judged = _judge_choice(current, better) if better is not None else None
+    if better is None or judged is None:
         return
-    if current.role in ("docker", "bridge", "virtual", "loopback"):
-        status, reason = Status.FAIL, f"a {current.role} interface that other nodes cannot reach"
-    elif _is_faster(better, current):
-        # If the fast card supports RDMA, sockets carry only the bootstrap, and gloo. The same holds for Slingshot,
-        # whose fast card is used through libfabric.
-        fabric = better.rdma_device or (better.driver or "").startswith("cxi")
-        started_only = current.role in ("host", "unknown") and fabric
-        status = Status.INFO if started_only else by_loss(_compute_loss(current, better))
-        kind = "an interface of unknown role" if current.role == "unknown" else f"a {current.role} interface"
-        reason = f"{kind}{_speed(current)}"
-    else:
-        return
+    status, reason = judged
     device = f", {better.rdma_device}" if better.rdma_device else ""
     yield finding(
         TEXTS, "interfaces.choice.wrong", status, current.name,
@@ -108,6 +98,20 @@ def _check_choice(facts: InterfacesFacts) -> Iterator[Finding]:
         library=library, chosen=current.name, how=f"because of {setting}" if value else "by default", why=reason,
         better=better.name, what=f"{better.role}{_speed(better)}{device}", remedy=_advise(current, better, others),
     )  # fmt: skip
+
+
+def _judge_choice(current: Interface, better: Interface) -> tuple[Status, str] | None:
+    """Return the severity of using an interface although there is a better one, and the reason; None if it is good."""
+    if current.role in ("docker", "bridge", "virtual", "loopback"):
+        return Status.FAIL, f"a {current.role} interface that other nodes cannot reach"
+    if not _is_faster(better, current):
+        return None
+    kind = "an interface of unknown role" if current.role == "unknown" else f"a {current.role} interface"
+    # If the fast card supports RDMA, sockets carry only the bootstrap, and gloo. The same holds for Slingshot, whose
+    # fast card is used through libfabric.
+    has_fabric = better.rdma_device or (better.driver or "").startswith("cxi")
+    started_only = current.role in ("host", "unknown") and has_fabric
+    return Status.INFO if started_only else by_loss(_compute_loss(current, better)), f"{kind}{_speed(current)}"
 
 
 def _advise(current: Interface, better: Interface, others: list[Interface]) -> str:

@@ -351,8 +351,8 @@ def test_every_code_of_the_gate_has_its_cost_and_its_severity_on_the_page() -> N
     for code, (severity, cost) in table().items():
         assert set(re.findall(r"[a-z]+", severity)) <= {"fail", "warn", "info", "unknown", "or"}, code
         assert len(cost) > 15, code
-        said = f"\n- **Severity:** {severity}. "
-        assert said in read_entries()[code], f"{code}: docs/reference/findings.md says otherwise"
+        begin = f"\n- **Severity:** {severity}. "  # and a sentence with the reason
+        assert begin in read_entries()[code], f"docs/reference/findings.md: begin a line of `{code}` with {begin!r}"
 
 
 @each_row("name", NAMES)

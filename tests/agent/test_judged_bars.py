@@ -24,7 +24,7 @@ from agent.http import pages
 from agent.http.state import State
 from agent.jobs import benchmark as job_benchmark, search
 from agent.jobs.benchmark import check_writes, select_ports, with_bars
-from bench.search import Fleet
+from bench.search import Fault, Fleet
 from collectives.bench.results import Bar, BenchResult, RdmaResult, RdmaWrite, read_result
 from collectives.nccl_log.transport import Evidence, ProofLine
 from collectives.search.plan import DRAWN, Search, SearchResult, combine_passes
@@ -274,9 +274,7 @@ def test_a_stopped_run_that_measured_nothing_replaces_nothing(tmp_path):
 HOSTILE = "gpu-3<script>&"
 
 
-def searched(
-    count: int, faults: dict[int, tuple[str, float, str]], links: dict[tuple[int, int], float]
-) -> SearchResult:
+def searched(count: int, faults: dict[int, Fault], links: dict[tuple[int, int], float]) -> SearchResult:
     """Search a simulated fleet."""
     draw = random.Random(1)
     fleet = Fleet(domains=[""] * count, sigma=0.005, draw=draw, own=[1.0] * count, faults=faults, links=links)
@@ -290,10 +288,10 @@ def searched(
 # Nodes, faults, links, codes of the findings, first line, bad nodes by metric, nodes of the picture.
 RESULTS = [
     (8, {}, {}, [], "No bad node was found", 0, 8),
-    (8, {3: ("slow", 1.0, "both")}, {}, ["search.node.slow"], f"Bad nodes: {HOSTILE}", 1, 8),
-    (8, {3: ("dies", 0.0, "")}, {(5, 6): 3.0}, ["search.node.lost", "search.link.bad"],
+    (8, {3: Fault("slow", 1.0, "both")}, {}, ["search.node.slow"], f"Bad nodes: {HOSTILE}", 1, 8),
+    (8, {3: Fault("dies", 0.0, "")}, {(5, 6): 3.0}, ["search.node.lost", "search.link.bad"],
      f"Bad nodes: {HOSTILE}; 1 bad link", 1, 8),
-    (90, {3: ("stuck", 0.0, "both")}, {}, ["search.node.stuck"], f"Bad nodes: {HOSTILE}", 1, DRAWN),
+    (90, {3: Fault("stuck", 0.0, "both")}, {}, ["search.node.stuck"], f"Bad nodes: {HOSTILE}", 1, DRAWN),
 ]  # fmt: skip
 
 
@@ -334,7 +332,7 @@ def test_a_result_is_told_alike_everywhere(count, faults, links, codes, first, b
     assert page.count("<svg") == plainly.count("<svg") + 1
 
 
-SLOW = plain.write(searched(8, {3: ("slow", 1.0, "both")}, {}))
+SLOW = plain.write(searched(8, {3: Fault("slow", 1.0, "both")}, {}))
 
 
 @each_row("text", ["", "{}", "[1]", *(json.dumps(SLOW | changes) for changes in (

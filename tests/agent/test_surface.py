@@ -50,7 +50,7 @@ from probes.registry import ALL
 PACKAGES = ("probes", "topology", "collectives", "planner", "finetune", "agent")
 
 
-# Where a process's own variables come from, and by what a name is asked of them.
+# Code that reads an environment variable by its name.
 ASKED = re.compile(r"""(?:os\.environ|host\.environment\(\)|\bgetenv)(?:\.get|\.pop)?[(\[]\s*"([^"]+)\"""")
 
 
@@ -83,7 +83,7 @@ def endpoints() -> list[str]:
 
 @cache
 def variables() -> list[str]:
-    """Names that product code asks an environment for, or an option."""
+    """Names of the environment variables that the product reads, or that set an option."""
     options = (parameter for command in commands().values() for parameter in command.params)
     found = {str(option.envvar) for option in options if option.envvar}
     sources = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]

@@ -110,8 +110,8 @@ UPLINKS = [
     # Excess of the time of what rack "c" sends and receives, other faults by node.
     (0.4, 0.4, {}),  # less than half of the rate is lost
     (2.0, 0.0, {}),  # in one direction
-    (2.0, 2.0, {6: ("opaque", 0.0, "both")}),  # no test within the rack ends
-    (2.0, 2.0, {6: ("dies", 0.0, "both"), 7: ("dies", 0.0, "both")}),  # one node of the rack is left
+    (2.0, 2.0, {6: bench.Fault("opaque", 0.0, "both")}),  # no test within the rack ends
+    (2.0, 2.0, {node: bench.Fault("dies", 0.0, "both") for node in (6, 7)}),  # one node of the rack is left
 ]
 
 
@@ -123,7 +123,7 @@ def test_nodes_of_a_rack_with_slow_uplinks_are_accused_only_by_tests_within_it(s
     pairs = [(a, b) for a in range(25) for b in range(25) if racks[a] != racks[b] and "c" in (racks[a], racks[b])]
     fleet = bench.Fleet(
         domains=racks, sigma=0.005, draw=random.Random(1), own=[1.0] * 25,
-        faults={0: ("slow", 2.0, "both"), 24: ("slow", 2.0, "both"), **others},
+        faults={node: bench.Fault("slow", 2.0, "both") for node in (0, 24)} | others,
         links={pair: sends if racks[pair[0]] == "c" else receives for pair in pairs},
     )  # fmt: skip
     bench.search(fleet, "", score)
@@ -167,7 +167,7 @@ def test_a_node_beside_stuck_nodes_and_links_is_not_stuck(sides, links):
     score = bench.Score()
     fleet = bench.Fleet(
         domains=[""] * 16, sigma=0.005, draw=random.Random(1), own=[1.0] * 16,
-        faults={node: ("stuck", 0.0, side) for node, side in sides.items()},
+        faults={node: bench.Fault("stuck", 0.0, side) for node, side in sides.items()},
         links=dict.fromkeys(map(tuple, links), float("inf")),
     )  # fmt: skip
     bench.search(fleet, "", score)

@@ -78,7 +78,7 @@ def test_what_is_no_answer_of_ras_is_refused(raw: bytes, words: str) -> None:
 def of_ras(text: str):
     """The answer, and of each communicator who is behind."""
     report = ras.read(text.encode())
-    return [report, *map(ras.behind, report.comms)]
+    return [report, *map(ras.find_laggards, report.comms)]
 
 
 READERS: dict[str, Callable] = {

@@ -44,6 +44,7 @@ def test_where_an_environment_stands() -> None:
     """The way to a container, and mpirun -x and exports in a command line."""
     assert one(rows("environments")()[0][0]).source == "PyTorchJob/sft-roce Master pytorch"
     assert one("h:1:1 [0] NCCL INFO NCCL_NET set by environment to IB\n").source == "log"
+    assert one(POD.replace("spec:", "metadata: {name: '{{ .a }}'}\nspec:", 1)).source == "Pod/... a"
     launcher, other = read_environment(rows("texts")()["mpijob"])
     assert launcher.environment == {"NCCL_DEBUG": "INFO", "NCCL_ALGO": '"Ring"'}  # no shell strips the quotes
     assert other.environment == {"NCCL_IB_HCA": "mlx5_0", "NCCL_PROTO": "Simple"}
@@ -210,6 +211,8 @@ def test_what_is_set_and_what_is_not_understood(row):
     assert [each.line for each in found.unread] == row.get("unread", [])
     if "unreached" in row:
         assert {each.name: each.line for each in found.unreached} == row["unreached"]
+    if "because" in row:
+        assert [each.why for each in found.unreached] == row["because"]
     lines = {name: line for each in found.environments for name, line in each.lines.items()}
     assert lines == row.get("lines", lines)
     assert list(found.files) == row.get("files", list(found.files))

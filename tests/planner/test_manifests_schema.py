@@ -304,9 +304,9 @@ def test_the_only_interface_is_a_rail_and_management_next_to_others_is_none() ->
 
 def test_ranges_that_a_node_uses_are_named() -> None:
     """With the interface and its network."""
-    found = network_manifests.in_use(["10.1.0.0/24", "10.1.200.0/24"], [node(rails=2)])
+    found = network_manifests.find_overlaps(["10.1.0.0/24", "10.1.200.0/24"], [node(rails=2)])
     assert found == "10.1.0.0/24 (ens0f0np0 of a has 10.1.0.0/24)"
-    assert network_manifests.in_use(["192.168.2.0/24"], [node()]) == ""
+    assert network_manifests.find_overlaps(["192.168.2.0/24"], [node()]) == ""
 
 
 def advice(*snapshots: Snapshot) -> Recommendation:

@@ -10,7 +10,7 @@ from rigs.pods import templates
 from rigs.tables import ROOT, each_row, rows_of
 
 from contracts.job_config import parse_config
-from planner.kubernetes.wrap import Additions, WrapError, jobs_in, note_others, wrap
+from planner.kubernetes.wrap import Additions, WrapError, find_jobs, note_others, wrap
 from planner.kubernetes.yaml_edit import EditError, documents, extend
 from planner.nccl_env.situation import Reason, Setting
 from planner.stacks.arguments import add_defaults, read_command
@@ -51,7 +51,7 @@ def additions(row: dict) -> Additions:
 
 def wrapped(text: str, added: Additions) -> tuple[str, list[str]]:
     """The text with the same additions for each of its jobs, and the notes."""
-    return wrap(text, [added for _ in jobs_in(documents(text))])
+    return wrap(text, [added for _ in find_jobs(documents(text))])
 
 
 def changes(text: str, made: str) -> list[str]:
@@ -65,7 +65,7 @@ def described(row: dict, made: str, notes: list[str], usual: set[str]) -> dict:
     A row that is not `whole` has only the changed lines that are in no whole row.
     """
     found, lines = documents(row["text"]), changes(row["text"], made)
-    jobs = [[job.kind, *(part.where for part in job.parts), job.nodes, job.ranks_per_node] for job in jobs_in(found)]
+    jobs = [[job.kind, *(part.where for part in job.parts), job.nodes, job.ranks_per_node] for job in find_jobs(found)]
     if not row.get("whole"):
         lines = [line for line in lines if not line.startswith("@@") and line.strip("+ ") not in usual]
     return row | {"jobs": jobs, "others": note_others(found), "changes": "\n".join(lines), "notes": notes}
@@ -99,7 +99,7 @@ def test_golden_wraps(golden):
 @each_row(("text", "says"), rows("refused"))
 def test_what_cannot_be_wrapped_is_refused_with_its_reason(text: str, says: str) -> None:
     with pytest.raises(WrapError, match=says):
-        jobs_in(documents(text))
+        find_jobs(documents(text))
 
 
 def test_the_gate_has_the_jobs_config_maps_and_shared_memory_beyond_the_limit_is_named() -> None:
@@ -169,7 +169,7 @@ def test_ranks_that_get_no_variable_are_named(text: str, says: list[str]) -> Non
     """A runtime in the same file as its TrainJob has the TrainJob's number of nodes."""
     notes = wrapped(text, replace(ADDED, gate_image=None))[1]
     assert [note.partition(":")[0] for note in notes if "mpirun" in note] == says
-    assert {job.nodes for job in jobs_in(documents(text))} <= {2}
+    assert {job.nodes for job in find_jobs(documents(text))} <= {2}
 
 
 @each_row(("words", "nodes", "ranks", "settings"), rows("trains"))
@@ -229,7 +229,7 @@ def gpu_job(body: dict | None = None, **resources) -> str:
 
 @each_row(("resources", "alone"), rows("without_gpu"))
 def test_which_jobs_have_no_gpu(resources: dict, alone: bool) -> None:
-    (job,) = jobs_in(documents(gpu_job(**resources)))
+    (job,) = find_jobs(documents(gpu_job(**resources)))
     assert job.without_gpus is alone
-    (job,) = jobs_in(documents(gpu_job({"runtimeClassName": "nvidia"}, **resources)))
+    (job,) = find_jobs(documents(gpu_job({"runtimeClassName": "nvidia"}, **resources)))
     assert not job.without_gpus, "a runtime class may give GPUs"

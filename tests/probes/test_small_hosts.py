@@ -29,8 +29,8 @@ from probes.registry import ALL, BY_NAME
 from probes.worker import reader
 
 
-def said(row: dict):
-    """The facts, the findings, and the codes that these facts cannot decide."""
+def read_and_check(row: dict) -> dict:
+    """Return the facts, the findings, and the codes that these facts cannot decide."""
     probe = BY_NAME[row["probe"]]
     try:
         facts = reader(probe.name)(DictHost(**row["host"]))
@@ -42,7 +42,7 @@ def said(row: dict):
 
 def test_golden_hosts() -> None:
     """A row says what it shows; rows that differ in one fact are adjacent."""
-    golden_rows("probes.jsonl", "says", said)
+    golden_rows("probes.jsonl", "says", read_and_check)
 
 
 XEON = Path(__file__).with_name("cpuinfo_xeon.txt").read_text(encoding="utf-8")

@@ -37,6 +37,11 @@ def bearer(token: str = TOKEN) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
+def list_readable_paths(client: TestClient) -> list[str]:
+    """Return the paths that GET answers, as the agent's OpenAPI document lists them."""
+    return [path for path, methods in client.get("/openapi.json").json()["paths"].items() if "get" in methods]
+
+
 def agent(machine: str | Snapshot = H100, folder: Path | None = None, **more: Any) -> TestClient:
     """An agent that has scanned once; further words are those of `agent.http.server.create`."""
     from starlette.testclient import TestClient

@@ -91,6 +91,17 @@ def test_what_ranks_wrote_at_the_rendezvous(one, other, seconds, state, words):
     assert (found.state, found.ranks) == (state, (0,) * ("rank 0" in words)) and words in found.line, found.line
 
 
+def test_a_rank_that_ended_after_its_first_file_had_met_the_others():
+    """That file still says that the rank asks for them, and accuses none of those that ended after it."""
+    ended = {"world_size": 2, "written": 1003.0, "ended": True, "phase": "collective"}
+    first = RankState(rank=1, world_size=2, written=1000.0, since=1000.0, phase="rendezvous", asked="a:1",
+                      answer="pending")  # fmt: skip
+    states = {0: RankState(rank=0, **ended), 1: first}
+    for known in ({}, {0: "gone", 1: "gone"}):
+        found = judge(RunFacts(states=states, world=2, now=1003.0, ages={0: 0.0, 1: 3.0}, processes=known))
+        assert 0 not in found.ranks and "have not met" not in found.line, found.line
+
+
 RESTORING = """
 import os, time, torch.distributed as dist
 if os.environ["RANK"] == "0":
