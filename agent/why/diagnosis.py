@@ -60,8 +60,7 @@ class WhySources:
 def answer(sources: WhySources) -> Verdict:
     """Return the verdict from all sources. Raises InputError or LogFileError."""
     saved = tuple(filter(_is_saved_ras, sources.logs))
-    logs = tuple(log for log in sources.logs if log not in saved)
-    sources = replace(sources, logs=logs, ras=(*sources.ras, *saved))
+    sources = replace(sources, logs=tuple(log for log in sources.logs if log not in saved), ras=(*sources.ras, *saved))
     facts, found, ends, wrong = _read_facts(sources)
     verdict = why.judge(facts)
     reports = [_read_ras(source) for source in sources.ras]
@@ -77,7 +76,8 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        verdict = replace(verdict, state="unknown", line="unknown: no source shows the state of the run")
+        nothing = "no fault was found in the logs, but " * bool(found and not verdict.causes)
+        verdict = replace(verdict, state="unknown", line=f"unknown: {nothing}no source shows the state of the run")
         if sources.run is not None:
             verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
     again = sources.again

@@ -124,7 +124,7 @@ def _count_nodes(text: str) -> int | None:
     """Return the largest number of nodes that the text requests; None if it contains none."""
     matches, master = pattern("nodes").finditer(text), "Master:" in text
     found = [int(each[each.lastgroup]) + (each.lastgroup == "workers" and master) for each in matches if each.lastgroup]
-    return max(found) if found else None
+    return max(found, default=1 if pattern("standalone").search(text) else None)
 
 
 def _count_gpus(text: str) -> int | None:
