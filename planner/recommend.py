@@ -27,7 +27,7 @@ from planner.forecast.engine import Engine, share_of, uneven_stages
 from planner.forecast.faults import Findings, apply_findings, cut_domains, find_healthy_links, pick_costly, slowed
 from planner.forecast.links import NETWORK_SHARE, TCP_CEILING_BYTES_PER_SECOND, Links, Speed, make_links
 from planner.forecast.memory import checkpoint_bytes, memory_of
-from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, check_histogram, longest_row
+from planner.forecast.specs import ModelSpec, PlanError, TrainSpec, active_weights, longest_row
 from planner.nccl_env import Version, environment as nccl_env, newest_read, version_text
 from planner.nccl_env.situation import Note, find_plugin, make_situation
 from planner.search import Candidate, Planned, Ranking, difference_sigma, fit_memory, list_broken, search, usual_options
@@ -46,11 +46,12 @@ _RUNNERS_UP = 4
 _OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit", "sgd", "adafactor")  # optimizers whose state the forecast knows
 _PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 # Default batches: the usual one for fine-tuning, and for pre-training the tokens per step by the number of active
-# weights (GPT-3's table 2.1 to 13 B, arXiv 2005.14165; Llama 2's 4 M, 2307.09288; Llama 3 405B's 16 M, 2407.21783).
+# weights (GPT-3 up to 2.7 B: 1 M, arXiv 2005.14165; Llama 2: 4 M, 2307.09288; Llama 3 405B: 16 M, 2407.21783).
 _FINETUNE_BATCH = 64
 _FINETUNE_RANKS = 32  # full training on more ranks is assumed to be pre-training
-_TOKENS_PER_STEP = ((20e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
+_TOKENS_PER_STEP = ((5e9, 1 << 20), (200e9, 1 << 22), (math.inf, 1 << 24))
 
+_LONGEST_STEP_MINUTES = 5.0  # of the published runs: MPT-30B on 8 A100 (llm-foundry)
 AS_REQUESTED = "the requested settings"  # rejected if the job's own settings cannot run
 ROWS = "the rows "  # start of every unknown about row lengths in the data set
 _text = read_texts(__file__, "recommend.toml")
@@ -159,15 +160,11 @@ def _choose_batch(model: ModelSpec, train: TrainSpec, engine: Engine, world: int
     return math.ceil(target / multiple) * multiple
 
 
-def _check_request(cluster: ClusterTopology, train: TrainSpec) -> Precision:
+def _check_request(train: TrainSpec) -> Precision:
     """Return the requested precision. Raises PlanError if planning is impossible."""
-    if not cluster.nodes:
-        raise PlanError("cluster has no nodes")
-    check_histogram(train.length_histogram)
-    if train.precision not in _PRECISIONS:
-        raise PlanError(f"precision={train.precision!r}: allowed are {', '.join(_PRECISIONS)}")
-    if train.optimizer not in _OPTIMIZERS:
-        raise PlanError(f"optimizer={train.optimizer!r}: allowed are {', '.join(_OPTIMIZERS)}")
+    for name, allowed in (("precision", _PRECISIONS), ("optimizer", _OPTIMIZERS)):
+        if (value := getattr(train, name)) not in allowed:
+            raise PlanError(f"{name}={value!r}: allowed are {', '.join(allowed)}")
     return next(p for p in _PRECISIONS if p == train.precision)
 
 
@@ -181,7 +178,7 @@ def plan(
 
     `interface` is the job's NCCL_SOCKET_IFNAME.
     """
-    precision = _check_request(cluster, train)
+    precision = _check_request(train)
     cluster = cut_domains(cluster, findings or {})
     unknowns: list[str] = []
     has_gpu, engine = bool(cluster.nodes[0].gpus), find_engine(train.engine)
@@ -333,15 +330,22 @@ def may_not_fit(planned: Planned, ranked: RankedLayout) -> str:
     return _text("may_not_fit", low=needs.low / GIB, high=needs.high / GIB, capacity=(planned.capacity or 0.0) / GIB)
 
 
-def _list_limits(job: Job, layout: Layout) -> Iterator[str]:
-    """Yield what the forecast requires of the engine for this layout, and what no export of the layout contains."""
-    if job.engine.uses_cuda_graph(job.model, layout):
-        yield _text("cuda_graph", settings=" ".join(job.engine.cuda_graph_arguments))
+def _list_limits(job: Job, ranked: RankedLayout) -> Iterator[str]:
+    """Yield what the forecast assumes of engine and data, a step that is very long, and what no export contains."""
+    engine, layout, minutes = job.engine, ranked.layout, ranked.forecast.step_seconds.mid / 60.0
+    if engine.uses_cuda_graph(job.model, layout):
+        yield _text("cuda_graph", settings=" ".join(engine.cuda_graph_arguments))
     share = share_of(job.model, job.train, layout)
     # Without this setting no gradient is sharded before the last micro-batch.
-    if job.engine.sync_setting and share.sharded and not share.adapters and layout.gradient_accumulation > 1:
-        held = job.engine.reduced_bytes(job.train, layout) * share.trained / GIB
-        yield _text("sync_setting", setting=job.engine.sync_setting, held=held)
+    if engine.sync_setting and share.sharded and not share.adapters and layout.gradient_accumulation > 1:
+        held = engine.reduced_bytes(job.train, layout) * share.trained / GIB
+        yield _text("sync_setting", setting=engine.sync_setting, held=held)
+    if layout.ep > 1:
+        yield _text("balanced_experts")
+    if job.model.experts and engine.merges_expert_adapters:
+        yield _text("experts_of_transformers")
+    if minutes > _LONGEST_STEP_MINUTES:
+        yield _text("long_step", minutes=minutes, dominant=ranked.forecast.dominant, longest=_LONGEST_STEP_MINUTES)
     yield from list_unwritten(ExportRequest(layout=layout, model=job.model, train=job.train, on_gpu=job.has_gpu))
 
 
@@ -428,7 +432,7 @@ def _choose_layout(planned: Planned, answer: Recommendation, nccl_version: Versi
     winner = rank(planned, best[0]) if best else None
     if winner is not None:
         helps = (*_suggest_batch(planned, best[0]), *helps_most(job, best[0], planned.capacity))
-        unknowns += _list_limits(job, winner.layout)
+        unknowns += _list_limits(planned.job, winner)
         if not is_certain and not assumed:
             unknowns.append(may_not_fit(planned, winner))
             helps = (*suggest_nearest(planned), *helps) if planned.requested else helps
@@ -558,10 +562,8 @@ def best_layout(planned: Planned) -> RankedLayout | None:
 
 def compare(first: RankedLayout, second: RankedLayout) -> tuple[tuple[str, float, float], ...]:
     """Compare two forecasts by component: (name, seconds of the first, seconds of the second)."""
-    left = {part.name: part.value for part in first.forecast.time_parts}
-    right = {part.name: part.value for part in second.forecast.time_parts}
-    names = dict.fromkeys([*left, *right])
-    rows = [(name, left.get(name, 0.0), right.get(name, 0.0)) for name in names]
+    left, right = ({part.name: part.value for part in each.forecast.time_parts} for each in (first, second))
+    rows = [(name, left.get(name, 0.0), right.get(name, 0.0)) for name in dict.fromkeys([*left, *right])]
     return (*rows, ("step", first.forecast.step_seconds.mid, second.forecast.step_seconds.mid))
 
 

@@ -117,7 +117,7 @@ def _exceeds_host_memory(job: Job, at: Layout) -> str | None:
     usable = None if job.host_memory_bytes is None else 0.8 * job.host_memory_bytes
     if job.has_gpu and usable is not None and load > usable:
         return f"loading needs {load / GIB:.0f} GiB of host memory per node, {usable / GIB:.0f} GiB are usable"
-    if at.offload == "none":
+    if at.offload == "none" or not job.has_gpu:
         return None
     if (gpu := find_gpu(job.rates.device)) and gpu.unified:
         return f"offloading frees nothing: {gpu.name} and its host share one memory"
@@ -441,6 +441,10 @@ class _Search:
         fit = fit_memory(self.job, base, self.budget, fixed=self.named, after=self.fitted)
         if isinstance(fit, float):
             self.missing_bytes[key] = min(self.missing_bytes.get(key, fit), fit)
+            for offloaded in (replace(base, offload=target) for target in self.job.engine.offloads):
+                if base.dp_replicate == 1 and (exceeds := _exceeds_host_memory(self.job, offloaded)):
+                    row = Rejected(what="offloading", rule="host-memory-holds", reason=exceeds)
+                    self.forbidden.setdefault(row.what, row)
             return None
         candidate = self.planned.candidate(*fit)
         if candidate.layout.virtual_stages == 1:

@@ -92,7 +92,7 @@ class _Question:
 
 
 def make_document(value: Any) -> Answer:
-    """Return `value` as a JSON document without secrets."""
+    """Return a dataclass, or lists and mappings of dataclasses, as a JSON document without secrets."""
     text = json.dumps(without_secrets(output.to_document(value)), indent=1)
     return Answer(body=f"{text}\n".encode(), media_type="application/json")
 

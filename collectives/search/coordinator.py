@@ -179,10 +179,6 @@ def coordinate(settings: RankSettings, store: Any) -> None:
     listed = expand_host_list(os.environ.get("SLURM_STEP_NODELIST", ""))
     unnamed = listed if len(listed) == settings.nodes else [f"node {node}" for node in range(settings.nodes)]
     names = [row.get("host", unnamed[node]) for node, row in enumerate(described)]
-    reason = (f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran there, its "
-              "output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of node 0 that "
-              "all nodes can reach")  # fmt: skip
-    absent = {node: reason for node in range(settings.nodes) if node not in joined}
     header = next((row for row in rows if "hosts" in row), None)
     if header is None:
         shared = Counter(row["nvlink"] for row in joined.values() if row["nvlink"])
@@ -194,6 +190,10 @@ def coordinate(settings: RankSettings, store: Any) -> None:
         _write_row(journal, header)
     hosts = header["hosts"]
     is_same = len(hosts) == len(names) and all(hosts[node] in (names[node], unnamed[node]) for node in joined)
+    reason = (f"it did not join at {settings.store} within {settings.wait_seconds:g} s. If the command ran there, its "
+              "output contains the reason. If no node joined, set --rendezvous HOST:PORT to an address of node 0 that "
+              "all nodes can reach")  # fmt: skip
+    absent = {node: reason for node in range(settings.nodes) if node not in joined}
     # Node 0 connects over loopback. If another node joined too, the address works, and an absent node may be broken.
     unreached = {node: reason for node in absent if node == 0 or not any(joined)}
     for node in absent:

@@ -269,11 +269,10 @@ class Rank:
         result: dict[str, Any] = {"transfers": [], "stuck": [], "left": ""}
         ring = Ring(settings, PrefixStore(f"{key}/{settings.local}", self.store), position, len(nodes), self.device)
         rails = range(settings.ranks) if test["rails"] else [-1]
-        strides = [stride for stride in range(1, len(nodes)) for _ in range(test["repeats"])]
-        steps = [(rail, stride, turn) for rail in rails for stride in strides for turn in range(ITERATIONS)]
+        steps = itertools.product(rails, range(1, len(nodes)), range(test["repeats"]), range(ITERATIONS))
         times: list[float] = []
         try:
-            for number, (rail, stride, turn) in enumerate(steps):
+            for number, (rail, stride, _, turn) in enumerate(steps):
                 if rail in (-1, settings.local):
                     times = [*(times if turn else []), ring.exchange(stride)]
                     if turn == ITERATIONS - 1:

@@ -209,6 +209,7 @@ class Engine:
     # memory
     states: StateBytes = IN_HALF
     adapter_bytes: float = 4.0  # per adapter weight
+    halves_adapters: bool = False  # adapters of a quantised model are bf16 unless FSDP shards them
     merges_expert_adapters: bool = False  # PEFT's ParamWrapper: experts plus adapters, created in each pass
     # HBM bytes per logit. Fused: bf16, read twice, written. Else torch's own: fp32 copies, log-softmax and gradients.
     loss_bytes: tuple[float, float] = (6.0, 44.0)

@@ -52,9 +52,11 @@ def machine(name: str) -> Known:
         return row
     near = difflib.get_close_matches(query, [row.name for row in catalogue()], n=3, cutoff=0.4)
     hint = "; --sweep compares several machines" if "," in name else f"; similar: {', '.join(near)}" if near else ""
-    gpu = re.sub(r"(?<=[a-z])(?=[0-9])", " ?", re.sub(r"\A\d+x|[\W_]", "", query))  # rtx4090 is named "RTX 4090"
-    if with_gpu := [row.name for row in catalogue() if gpu and re.search(rf"\b{gpu}\b", row.gpu.lower())]:
-        hint = f"; machines with this GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses only some of the GPUs)"
+    parts = _PUNCTUATION.split(re.sub(r"\A\d+x", "", query))  # rtx4090 and rtx-4090 are named "RTX 4090"
+    words = filter(re.compile(r"[a-z]+\d").match, () if "," in name else ("".join(parts), *parts))
+    gpu = "|".join(re.sub(r"(?<=[a-z])(?=\d)", " ?", word) for word in words)
+    if with_gpu := [row.name for row in catalogue() if gpu and re.search(rf"\b({gpu})\b", row.gpu.lower())]:
+        hint = f"; machines with such a GPU: {', '.join(with_gpu[:3])} (--ranks-per-node uses only some of the GPUs)"
     raise MachineError(
         f"machine={name!r}: not in the catalogue{hint}. `topoflight recommend --machine list` prints all machines. "
         "To use a machine of your own, record it with `topoflight capture` and give --host FILE on the command line"
@@ -201,8 +203,6 @@ def cluster(name: str, nodes: int = 1, *, gpus_per_node: int | None = None) -> C
 
     Raises MachineError for an unknown machine or more GPUs than it has.
     """
-    if isinstance(nodes, bool) or not isinstance(nodes, int) or not 1 <= nodes <= 65536:
-        raise MachineError(f"nodes={nodes!r}: must be a whole number from 1 to 65536")
     row = machine(name)
     node = get(name) if gpus_per_node is None else with_expectations(with_gpus(get(name), gpus_per_node))
     near = {nic for nearest in node.nearest_nic for nic in nearest.nics}

@@ -81,7 +81,8 @@ def count_states(engine: Engine, share: Share) -> tuple[float, float, float]:
 
     gradients, optimizer = trained(engine.shards_gradients(share)), trained(share.zero > 0)
     if share.adapters:
-        adapter = 4.0 if share.in_fp32 else engine.adapter_bytes
+        is_half = engine.halves_adapters and share.train.method == "qlora" and not share.sharded
+        adapter = 4.0 if share.in_fp32 else 2.0 if is_half else engine.adapter_bytes
         # Modules that PEFT copies to train them fully stay in the model's type, and so do their states.
         mean = adapter + (engine.loaded_bytes(share) - adapter) * share.whole / max(1.0, share.trained)
         in_weights = _count_frozen(engine, share, sharded=share.zero == 3) + mean * trained(share.zero == 3)

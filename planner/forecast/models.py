@@ -111,22 +111,17 @@ def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: 
     read = {name: value for name, value in config.items() if name not in _TABLES["passed_over"].get(family, ())}
     config = {**_TABLES["default"].get(family, {}), **read}
     layers = _whole(config, ("num_hidden_layers", "n_layer"))
-    hidden, heads, head_dim, kv_heads = _read_heads(config, family)
+    sizes = _read_heads(config, family)
     ffn = _whole(
         config, ("intermediate_size_mlp",) if family == "llama4" else ("intermediate_size", "n_inner"),
-        default=4 * hidden if family == "gpt2" else None,
+        default=4 * sizes["hidden"] if family == "gpt2" else None,
     )  # fmt: skip
-    window, sliding = _read_window(config, family, layers)
     quantised = config.get("quantization_config")
     latent = _TABLES["latent"] if family == "deepseek_v3" else {}
     return ModelSpec(
         name=name or str(config.get("_name_or_path") or kind),
         family=family,
         layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
         ffn=ffn,
         vocab=_whole(config, ("vocab_size",)),
         tied_embeddings=bool(config.get("tie_word_embeddings")),
@@ -136,11 +131,11 @@ def read_model(config: Mapping[str, Any], name: str | None = None, *, any_type: 
         mlp_bias=family in ("llama", "granite") and bool(config.get("mlp_bias")),
         max_positions=_whole(config, ("max_position_embeddings", "n_positions"), default=0) or None,
         rope_types=_read_rope_types(config),
-        sliding_window=window,
-        sliding_layers=sliding,
         quantised=str(quantised.get("quant_method") or "unknown method") if isinstance(quantised, Mapping) else "",
         towers=towers,
         **{name: _whole(config, (key,), default=0 if name == "q_rank" else None) for name, key in latent.items()},
+        **sizes,
+        **_read_window(config, family, layers),
         **_read_mixture(config, family, layers, ffn),
     )
 
@@ -184,12 +179,13 @@ def _read_mixture(config: Mapping[str, Any], family: str, layers: int, ffn: int)
     }
 
 
-def _read_heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, int]:
+def _read_heads(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return hidden size, attention heads, head dimension, key and value heads."""
     hidden = _whole(config, ("hidden_size", "n_embd"))
     heads = _whole(config, ("num_attention_heads", "n_head"))
     if family == "deepseek_v3":  # each head derives its own keys and values from shared ones
-        return hidden, heads, _whole(config, ("qk_nope_head_dim",)) + _whole(config, ("qk_rope_head_dim",)), heads
+        head_dim = _whole(config, ("qk_nope_head_dim",)) + _whole(config, ("qk_rope_head_dim",))
+        return {"hidden": hidden, "heads": heads, "head_dim": head_dim, "kv_heads": heads}
     head_dim = _whole(config, ("head_dim",), default=max(1, hidden // heads))
     if config.get("head_dim") is None and hidden % heads:
         raise ModelError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
@@ -198,7 +194,7 @@ def _read_heads(config: Mapping[str, Any], family: str) -> tuple[int, int, int, 
         raise ModelError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
-    return hidden, heads, head_dim, kv_heads
+    return {"hidden": hidden, "heads": heads, "head_dim": head_dim, "kv_heads": kv_heads}
 
 
 def _read_rope_types(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -233,8 +229,8 @@ def _count_dense_layers(config: Mapping[str, Any], family: str, layers: int) -> 
     return layers - layers // step + len({i for i in only if 0 <= i < layers and (i + 1) % step == 0})
 
 
-def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, int | None]:
-    """Return the window, and the number of sliding layers unless it is the default (all, or half in Gemma 2).
+def _read_window(config: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
+    """Return the window, if any, and the number of sliding layers unless it is the default (all, or half in Gemma 2).
 
     Llama 4 divides the sequence into chunks, in the layers with rotary positions: three of four.
     """
@@ -246,9 +242,9 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
         name, word = ("attention_chunk_size", "chunked_attention")
     window = config.get(name) if enabled else None
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        return None, None
+        return {}
     if family in _FAMILIES["sliding_everywhere"]:
-        return window, None
+        return {"sliding_window": window}
     kinds, first = config.get("layer_types"), config.get("max_window_layers")
     if isinstance(kinds, list):
         sliding = sum(kind == word for kind in kinds[:layers])
@@ -264,8 +260,8 @@ def _read_window(config: Mapping[str, Any], family: str, layers: int) -> tuple[i
     elif family in _FAMILIES["sliding_where_asked"] and isinstance(first, int):
         sliding = max(0, layers - first)
     else:
-        return window, None
-    return (window, None if sliding == layers else sliding) if sliding else (None, None)
+        return {"sliding_window": window}
+    return {"sliding_window": window, "sliding_layers": None if sliding == layers else sliding} if sliding else {}
 
 
 def read_model_file(path: Path, *, any_type: bool = False) -> ModelSpec:

@@ -53,13 +53,8 @@ def attention_products(model: ModelSpec, tp: int = 1) -> tuple[tuple[float, floa
     q, values = heads * model.head_dim, heads * (model.value_dim or model.head_dim)
     if model.kv_rank:
         into_q = ((h, float(model.q_rank)), (float(model.q_rank), q)) if model.q_rank else ((h, q),)
-        plain = heads * (model.head_dim - model.rope_dim)
-        return (
-            *into_q,
-            (h, float(model.kv_rank + model.rope_dim)),
-            (float(model.kv_rank), plain + values),
-            (values, h),
-        )
+        down, up = float(model.kv_rank + model.rope_dim), heads * (model.head_dim - model.rope_dim) + values
+        return (*into_q, (h, down), (float(model.kv_rank), up), (values, h))
     kv = model.kv_heads * model.head_dim / min(tp, model.kv_heads)
     return (h, q + 2.0 * kv), (q, h)
 

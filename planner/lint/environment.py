@@ -201,9 +201,8 @@ def _has_effect(name: str, value: str, entry: NcclName) -> bool:
     if name == "NCCL_P2P_DISABLE" or not value:
         return number == 1
     same = value.upper() == entry.default.upper() or (is_integer and entry.default == str(number))
-    if same or value in SETTINGS["guards"].get(name, ()):
-        return False
-    return is_integer or not entry.default.lstrip("-").isdigit()
+    is_guard = value in SETTINGS["guards"].get(name, ())
+    return not same and not is_guard and (is_integer or not entry.default.lstrip("-").isdigit())
 
 
 def _check_unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:

@@ -39,10 +39,8 @@ class ProbedMachine(NodeView):
 
     def lacks_nvlink(self) -> bool:
         """Whether certainly no NVLink connects two GPUs."""
-        topology = self.topology
-        if topology is None or not topology.gpus or not topology.nvlink_known:
-            return False
-        return not any(len(island.gpus) > 1 for island in topology.islands)
+        known = self.topology if self.topology and self.topology.gpus and self.topology.nvlink_known else None
+        return known is not None and all(len(island.gpus) == 1 for island in known.islands)
 
     def has_one_gpu(self) -> bool:
         """Whether the host has a single GPU, which NVLink does not connect to other hosts."""
@@ -105,11 +103,9 @@ def _check_traffic_class(environment: Mapping[str, str], node: NodeView) -> Iter
 
 def _roce(environment: Mapping[str, str], node: NodeView) -> Iterator[PortView]:
     """Yield the RoCE ports that NCCL uses with this NCCL_IB_HCA."""
-    hcas = environment.get("NCCL_IB_HCA")
-    name_list = NameList.parse(hcas) if hcas else None
+    name_list = NameList.parse(environment.get("NCCL_IB_HCA", ""))
     for view in node.default_ports():
-        is_selected = name_list is None or name_list.takes(view.device.name, view.port.port)
-        if is_selected and view.port.link_layer == "Ethernet":
+        if name_list.takes(view.device.name, view.port.port) and view.port.link_layer == "Ethernet":
             yield view
 
 
@@ -190,6 +186,12 @@ def _check_hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
         yield finding("env.hca.down", name, value, *states)
     elif down and not name_list.negated:
         yield finding("env.hca.down/some", name, value, *states, ports=", ".join(view.name for view in down))
+    # A GPU whose nearest NICs are left out sends over the NIC of another GPU
+    used, usable = ({view.device.name for view in views} for views in (active, choose_ports(node).chosen))
+    nearest = [each for each in (node.topology.nearest_nic if node.topology else ()) if each.decidable and each.local]
+    lone = [each.gpu for each in nearest if used.isdisjoint(each.nics) and not usable.isdisjoint(each.nics)]
+    if active and lone and "CUDA_VISIBLE_DEVICES" not in environment:
+        yield finding("env.hca.partial", name, value, evidence, gpus=", ".join(lone))
 
 
 def _check_fabric(environment: Mapping[str, str], node: NodeView) -> Iterator[Finding]:

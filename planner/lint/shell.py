@@ -88,7 +88,8 @@ def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> 
         text = re.sub(expression, replacement, text)
     for number, row in enumerate(text.splitlines()):
         if (match := _DIRECTIVE.match(row)) and "=" in match[1]:  # such as `#SBATCH --export=...`
-            options = read_shell("sbatch " + match[1].split(" #")[0], line=line and line + number)
+            given = re.sub(r"(?:\A|\s)-v\s+", " --export=ALL,", match[1].split(" #")[0])  # -v of PBS
+            options = read_shell("sbatch " + given, line=line and line + number)
             variables += [each for settings in options.settings() for each in settings.values()]
             files += options.files
             if pattern("exports_none").match(row):  # the steps inherit it

@@ -62,9 +62,7 @@ class NameList(NamedTuple):
 
     def takes(self, name: str, port: int | None = None) -> bool:
         """Whether NCCL would use the name."""
-        if not self.entries:
-            return not self.negated
-        return any(names for _, names in self.matches([(name, port)])) != self.negated
+        return (not self.entries or any(names for _, names in self.matches([(name, port)]))) != self.negated
 
 
 def find_other_net(environment: Mapping[str, str]) -> str:

@@ -228,11 +228,12 @@ ENGINES: dict[str, Engine] = {
     each.name: make_engine(each, read_table(__file__, f"{each.name}.toml")) for each in _PLAIN
 }
 TOPOFLIGHT = ENGINES["topoflight"]
+_OTHERS: str = read_table(__file__, "exports.toml")["other_trainers"]
 ENGINES["automodel"] = make_engine(ENGINES["torchtitan"], read_table(__file__, "automodel.toml"))
 
 
 def find_engine(name: str) -> Engine:
     """Return the engine for `TrainSpec.engine`; an unknown name raises an error with the known names."""
     if name not in ENGINES:
-        raise PlanError(f"engine={name!r}: allowed are {', '.join(ENGINES)}")
+        raise PlanError(f"engine={name!r}: allowed are {', '.join(ENGINES)}. {_OTHERS}")
     return ENGINES[name]

@@ -355,7 +355,7 @@ class RunFacts:
     def verdict(
         self, state: str, *causes: Cause, waiting: tuple[int, ...] = (), ranks: tuple[int, ...] | None = None
     ) -> Verdict:
-        """The verdict that these causes make, with the hosts and GPUs of the ranks that are named: by default all."""
+        """Return the verdict with these causes. It names `ranks` (default: of the causes), their hosts and GPUs."""
         if ranks is None:
             ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
         hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
@@ -368,7 +368,7 @@ class RunFacts:
         )  # fmt: skip
 
     def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
-        """The verdict with one cause of why.toml, and with the question that this leaves open, if its row has one."""
+        """Return the verdict with one cause of why.toml, filled in with `fields`, and with its open question if any."""
         row = _WORDS["cause"][key]
         if row["code"] == "rank.behind":  # their hosts may be at fault
             fields["nodes"] = tuple(sorted({host for rank in fields["ranks"] if (host := self.host(rank))}))
@@ -376,7 +376,7 @@ class RunFacts:
         return replace(verdict, unknown=(Unknown(what=row["what"], command=row["how"]),)) if "what" in row else verdict
 
     def cause_of(self, rank: int, activity: Activity, *evidence: str, share: float | None = None) -> Cause:
-        """The cause that a rank is, with its host, its stack and the command that looks further."""
+        """Return the cause that names this rank, with its host, its stack and the command that shows more."""
         state, host = self.states.get(rank), self.host(rank)
         own, stack = (state.own if state else ()), self.stacks.get(rank) or (state.where if state else ())
         error = (state.error if state else None) or self.log.errors.get(rank) if activity.kind == "gone" else None

@@ -230,6 +230,15 @@ def test_modules_trained_whole_beside_adapters_stay_in_half_precision() -> None:
     assert held[0] == pytest.approx(2.0 * weights(MODEL).total + 16.0 * lora_weights(MODEL, lora))
 
 
+def test_trl_halves_adapters_of_a_quantised_model_that_fsdp_does_not_shard() -> None:
+    """SFTTrainer converts them to bf16: gradient and AdamW take 6 bytes. accelerate makes FSDP's fp32 again: 12."""
+    qlora, engine = replace(FULL, method="qlora"), find_engine("trl")
+    alone, sharded = Layout(world_size=1), Layout(world_size=2, dp_shard=2, sharding="zero3")
+    parts = (memory_parts(MODEL, qlora, replace(at, gradient_accumulation=8), engine) for at in (alone, sharded))
+    held = [each.gradients + each.optimizer for each in parts]
+    assert held == pytest.approx([6.0 * lora_weights(MODEL, qlora), 12.0 * lora_weights(MODEL, qlora) / 2])
+
+
 def test_one_gpu_alone_has_no_communication_buffers() -> None:
     """Neither NCCL's nor DeepSpeed's bucket of 5e8 half-precision values."""
     engine = find_engine("deepspeed")

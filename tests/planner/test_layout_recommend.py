@@ -49,7 +49,8 @@ def test_unknown_engine_and_precision_are_the_users_mistakes() -> None:
         answer("dgx-h100", 1, "GPT-2", engine="keras")
     with pytest.raises(ValueError, match="precision='int3'"):
         answer("dgx-h100", 1, "GPT-2", precision="int3")
-    wrong = {"1xrtx4090": "4xrtx4090 .*only some", "V100": "p3.16xlarge", "4x A100": "p4d.24xlarge", "1xl40": "similar"}
+    wrong = {"1xrtx4090": "4xrtx4090 .*only some", "V100": "p3.16xlarge", "4x A100": "p4d.24xlarge", "1xl40": "similar",
+             "a40-48gb-pcie": r"GPU: 2xa40-roce \(", "h200-nvl": "GPU: p5e.48xlarge, p5en.48xlarge"}  # fmt: skip
     for name, says in wrong.items():
         with pytest.raises(machines.MachineError, match=says):
             machines.machine(name)
@@ -119,6 +120,10 @@ def test_every_machine_to_plan_for_has_host_memory_to_offload_to() -> None:
     assert [row.name for row in catalogue() if not row.host_gib] == ["BM.GPU.GB200-v3.4", "1xgb10"]
     best = search(planned("4xl40s", 1, "Llama-3.1-8B", method="full", sequence_length=2048)).best
     assert any(c.layout.offload == "all" for c in best)
+    refused = answer("4xrtx4090", 1, "gpt-oss-20b", method="full", engine="trl").rejected
+    assert "offloading needs 312 GiB of host memory" in {row.what: row.reason for row in refused}["offloading"]
+    megatron = {"method": "full", "sequence_length": 8192, "global_batch": 16, "engine": "megatron"}
+    assert answer("dgx-h100", 1, "Qwen2.5-72B", **megatron).chosen.layout.offload == "optimizer"
     at = Layout(world_size=1, sharding="zero3", offload="optimizer")
     job = replace(planned("1xgb10", 1, "Llama-3.1-8B", engine="deepspeed").job, host_memory_bytes=1e12)
     assert "share one memory" in dict(list_broken(job, at))["host-memory-holds"]
@@ -131,6 +136,15 @@ def test_experts_are_advised_with_what_their_forecast_assumes(nodes: int, precis
     found = answer("gb300-nvl72", nodes, "Qwen3-235B-A22B", **train, precision=precision)
     assert found.chosen.layout.ep >= 8
     assert says in " ".join((*found.unknowns, *found.helps_most))
+
+
+@each_row(("machine", "nodes", "network", "model", "train", "says"), rows("assumed"))
+def test_an_answer_says_what_its_forecast_assumes(machine, nodes, network, model, train, says) -> None:
+    """Balanced experts, transformers 5; and that no published step was as long as one over 1 Gb/s."""
+    cluster = machines.cluster(machine, nodes)
+    cluster = machines.over_network(cluster, network, "tcp") if network else cluster
+    given = recommend(cluster, (), model_named(model), TrainSpec(**train))
+    assert any(says in text for text in given.unknowns)
 
 
 @each_row(

@@ -90,6 +90,14 @@ def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> 
     assert "gives up NVLink to the GPU next to the NIC" in joined.message == unknown.message
 
 
+@each_row(("environment", "gpus"), rows("left_out"))
+def test_hcas_that_leave_out_the_nics_of_a_gpu(environment: dict[str, str], gpus: str) -> None:
+    """One of eight rails leaves an eighth of the bandwidth. Storage HCAs and rails of hidden GPUs may be missing."""
+    partial = [each for each in found(environment, snapshot()) if each.code == "env.hca.partial"]
+    assert [each.status for each in partial] == [Status.FAIL] * bool(gpus)
+    assert all(f"nearest to {gpus}." in each.message for each in partial)
+
+
 def test_gid_index_against_the_table() -> None:
     """Empty entries fail, and so do RoCE v1 and link-local ones, which do not route, where another one does."""
     v1 = Gid(index=0, gid="fe80:0000:0000:0000:0000:0000:0000:0001", type="IB/RoCE v1")
