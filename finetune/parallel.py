@@ -75,7 +75,7 @@ def parallelize(
             return chunk
         ids = [device.index] if device.type == "cuda" else None
         # Rotary frequencies are the only buffers, and every rank computes the same.
-        return DistributedDataParallel(chunk, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(chunk, device_ids=ids, gradient_as_bucket_view=True, forward_sync_buffers=False)
     # Under TP or PP replicas, or a single copy, go through fully_shard too, on a mesh whose sharding dimension is 1:
     # autocast would leave the hidden states, and what is sent of them, in fp32.
     on_host = CPUOffloadPolicy(pin_memory=device.type == "cuda")

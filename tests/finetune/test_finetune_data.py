@@ -96,18 +96,10 @@ def test_an_answer_beyond_the_cut_leaves_nothing_to_learn(tokenizer):
 
 
 @each_row(("row", "settings", "word"), rows("misfits"))
-def test_a_row_that_does_not_fit_is_refused(tokenizer, row, settings, word):
+def test_a_row_that_does_not_fit_is_refused(row, settings, word):
     """Neither trained on as the text of a list, nor a stack trace; the message says what is needed."""
     with pytest.raises(ConfigError, match=rf"data\.jsonl: row 7: .*{word}"):
-        encode_row(Row("data.jsonl", 7, row), tokenizer, job(**settings))
-
-
-def test_a_template_that_does_not_read_lists_is_refused():
-    """Written out, they would be trained on as Python spells them."""
-    config = job(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
-    row = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}
-    with pytest.raises(ConfigError, match="does not read lists"):
-        encode(row, load_tokenizer(config), config)
+        encode_row(Row("data.jsonl", 7, row), load_tokenizer(job(**settings)), job(**settings))
 
 
 def test_packing_keeps_every_token_and_every_boundary(tokenizer):

@@ -131,8 +131,8 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
     assert not wrong, wrong
 
 
-def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of an unknown kind or with a broken line, and a mixture without data sets. None is a traceback."""
+def test_what_trl_cannot_read_is_refused_or_made_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of an unknown kind or with a broken line, and a mixture without data sets; ShareGPT and rows with a prompt."""
     from finetune import trl_inputs
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
@@ -144,19 +144,11 @@ def test_what_trl_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     for mixture in (3, {}, {"datasets": []}, {"datasets": [{"path": "own/sums"}]}):
         with pytest.raises(ConfigError, match="mappings with id"):
             trl_inputs.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
-
-
-def test_rows_of_several_forms_reach_trl_as_the_built_in_trainer_reads_them(tmp_path: Path) -> None:
-    """ShareGPT's names of the speakers, and a talk whose first message is repeated as its prompt."""
-    from finetune import trl_inputs
-
-    talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
-    said = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b."}]
-    for number, row in enumerate(({"conversations": said}, {"prompt": "a?", "messages": talk})):
-        path = parquet(tmp_path / f"{number}.parquet", [row])
-        none = SimpleNamespace(dataset_streaming=False, datasets=None)
-        read, _ = trl_inputs.load_data(JobPlan(trl={}), JobConfig(dataset_name=str(path)), none, none, tested=False)
-        assert list(read) == [{"messages": talk}]
+    forms = rows("forms")()
+    for number, row in enumerate(forms):
+        named = JobConfig(dataset_name=str(parquet(tmp_path / f"{number}.parquet", [row])))
+        read, _ = trl_inputs.load_data(made, named, none, none, tested=False)
+        assert list(read) == [{"messages": forms[-1]["messages"]}]
 
 
 def test_what_the_layout_decides_is_added_to_the_settings_of_a_file() -> None:
