@@ -132,7 +132,7 @@ def test_what_neither_trainer_does_is_refused_at_once(at_hub: Hub, tmp_path: Pat
 
 
 def test_what_trl_cannot_read_is_refused_or_made_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of an unknown kind or with a broken line, and a mixture without data sets; ShareGPT and rows with a prompt."""
+    """Rows of an unknown kind or with a broken line, a mixture without data sets; ShareGPT, and rows with a prompt."""
     from finetune import trl_inputs
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
