@@ -161,9 +161,9 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
 
 
 def unreadable(source: str, error: Exception) -> Exception:
-    """Return the error to raise for one of `datasets`: a ConfigError with its cause, or that of a disk."""
+    """Return the error to raise for one of `datasets`: a ConfigError with its cause, or that of a disk or of memory."""
     cause = error.__cause__ or error
-    if isinstance(cause, OSError) and cause.errno in hub.DISK_ERRORS:
+    if isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in hub.DISK_ERRORS):
         return cause
     return ConfigError(f"{source}: {(str(cause).strip().splitlines() or [type(cause).__name__])[0][:500]}")
 

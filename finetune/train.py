@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, alone = Path(config.output_dir), True
         is_full = shutil.disk_usage(folder).free < checkpoint.FULL_BYTES  # which torch and safetensors do not say
         if recorder is not None and is_out_of_memory(error):
-            ended = MemoryRanOutError(recorder.describe_memory(str(error)))
+            ended = MemoryRanOutError(recorder.describe_memory(str(error) or type(error).__name__))
         elif is_full or getattr(error, "errno", None) in hub.DISK_ERRORS:
             rank = f"rank {os.environ.get('RANK', '0')} on {os.uname().nodename}"
             ended = checkpoint.SaveError(f"{rank}: {checkpoint.describe_disk(folder, error)}")
