@@ -94,7 +94,7 @@ def test_what_gives_up_pxn_gives_up_nothing_where_no_nvlink_joins_two_gpus() -> 
 def test_hcas_that_leave_out_the_nics_of_a_gpu(environment: dict[str, str], gpus: str) -> None:
     """One of eight rails leaves an eighth of the bandwidth. Storage HCAs and rails of hidden GPUs may be missing."""
     partial = [each for each in found(environment, snapshot()) if each.code == "env.hca.partial"]
-    assert [each.status for each in partial] == [Status.FAIL] * bool(gpus)
+    assert [each.status for each in partial] == [Status.WARN] * bool(gpus)
     assert all(f"nearest to {gpus}." in each.message for each in partial)
 
 
