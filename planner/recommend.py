@@ -345,7 +345,7 @@ def _list_limits(job: Job, ranked: RankedLayout) -> Iterator[str]:
     if job.model.experts and engine.merges_expert_adapters:
         yield _text("experts_of_transformers")
     if minutes > _LONGEST_STEP_MINUTES:
-        yield _text("long_step", minutes=minutes, dominant=ranked.forecast.dominant, longest=_LONGEST_STEP_MINUTES)
+        yield _text("long_step", minutes=minutes, longest=_LONGEST_STEP_MINUTES)
     yield from list_unwritten(ExportRequest(layout=layout, model=job.model, train=job.train, on_gpu=job.has_gpu))
 
 
