@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ended = MemoryRanOutError(recorder.describe_memory(str(error) or type(error).__name__))
         elif is_full or getattr(error, "errno", None) in hub.DISK_ERRORS:
             rank = f"rank {os.environ.get('RANK', '0')} on {os.uname().nodename}"
-            ended = checkpoint.SaveError(f"{rank}: {checkpoint.describe_disk(folder, error)}")
+            ended = checkpoint.SaveError(f"{rank}: {checkpoint.describe_disk(folder, error) if is_full else error}")
         else:
             raise
     code = _report(ended, alone=alone) if ended else 0

@@ -107,7 +107,7 @@ def _read_facts(sources: WhySources) -> tuple[RunFacts, Evidence | None, dict[st
     rows = {row.rank: row for text in texts for row in run_record.failed_ranks(text)}
     log = replace(log, errors={**{rank: row.error for rank, row in rows.items() if row.error}, **log.errors})
     facts = replace(
-        facts, log=log, first=min(_list_first_ended(texts), default=("", facts.first))[1], limit=sources.limit,
+        facts, log=log, first=_find_first_ended(texts, facts.first), limit=sources.limit,
         in_order=len(sources.logs) == 1 and not Path(sources.logs[0]).is_dir(), failed={**facts.failed, **rows},
         hosts=found.rank_hosts if found else {}, world=_find_world(facts, log, found, rows), stacks=logs.stacks,
     )  # fmt: skip
@@ -204,8 +204,9 @@ def _read_last_log(sources: WhySources, ends: Mapping[str, str]) -> str:
     return ""
 
 
-def _list_first_ended(texts: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Return the time and the rank that ended first on each node, by what torchrun wrote at the ends of logs."""
+def _find_first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
+    """Return the rank that ended first by torchrun's tables at the ends of logs, else by the run's folder."""
+    ranks: dict[str, int | None] = {}  # by time, in whole seconds; None: several ranks may have been the first
     for text in texts:
         first = run_record.find_first_failed(text)
         if first is None or not first.is_own:
@@ -216,8 +217,10 @@ def _list_first_ended(texts: Iterable[str]) -> Iterator[tuple[str, int]]:
         # in a report that is cut before the code of the first, the others show whether waiting ranks were aborted;
         # the order of ranks that fail alike within one second is torchrun's, not theirs
         alike = first.at and codes.count(first.exit_code) > 1
-        if not (alike or (first.exit_code is None and -signal.SIGABRT in codes)):
-            yield first.at, first.rank
+        is_clear = not (alike or (first.exit_code is None and -signal.SIGABRT in codes))
+        ranks[first.at] = first.rank if is_clear and ranks.get(first.at, first.rank) == first.rank else None
+    first_rank = ranks[min(ranks)] if ranks else None
+    return by_file if first_rank is None else first_rank
 
 
 def _read_ras(source: str) -> ras.RasReport:

@@ -87,6 +87,7 @@ class _Row:
     pattern: re.Pattern[bytes]
     flag: str = ""
     count: str = ""
+    after: str = ""  # `count` only if this was counted before
     proves: str = ""
 
 
@@ -98,7 +99,7 @@ def _rows() -> tuple[tuple[bytes, _Row], ...]:
     for row in table["rows"]:
         texts = [row["text"]] if isinstance(row["text"], str) else row["text"]
         source = insert_pieces(row["pattern"], table["pieces"]) if "pattern" in row else "|".join(map(re.escape, texts))
-        members = {name: row[name] for name in ("flag", "count", "proves") if name in row}
+        members = {name: row[name] for name in ("flag", "count", "after", "proves") if name in row}
         fact = _Row(re.compile(source.encode()), **members)
         rows += [(text.encode(), fact) for text in texts]
     return tuple(rows)
@@ -294,7 +295,7 @@ class Facts:
             return
         if row.flag:
             setattr(self, row.flag, True)
-        if row.count:
+        if row.count and (not row.after or row.after in self.counts):
             self.counts.add(row.count)
         if row.proves:
             proven.append(row.proves.format(**groups))

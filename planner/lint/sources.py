@@ -214,7 +214,7 @@ def _read_lines(text: str, kind: str, first: int) -> Script:
                 kept, at = script.always[name].value, f" in line {lost.line}" * bool(lost.line)
                 which = "last" if kind == "env" else "first"
                 note = finding("env.pair.shadowed/lines", name, kept, lost=lost.value, at=at, which=which)
-                script.findings.append(note)
+                script.findings = [*(each for each in script.findings if each.subject != name), note]
     return script
 
 
