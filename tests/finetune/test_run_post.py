@@ -40,10 +40,10 @@ def note_of(tmp_path, token_file, monkeypatch, caplog):
 
     def end(url, **more):
         monkeypatch.setenv("TOPOFLIGHT_AGENT", url)
-        recorder = Recorder(tmp_path / "run", JobPlan(), Layout(world_size=1), torch.device("cpu"))
+        recorder = Recorder(tmp_path, JobPlan(), Layout(world_size=1), torch.device("cpu"))
         recorder.end("complete", 0)
         post.upload_run_record(recorder, **more)
-        written = json.loads((tmp_path / "run/run.json").read_text())
+        written = json.loads((tmp_path / "run.json").read_text())
         assert TOKEN not in caplog.text + json.dumps(written)
         assert (written["status"], written["exit_code"]) == ("complete", 0)
         if written["notes"]:
@@ -62,7 +62,7 @@ def test_the_record_is_sent_with_the_token(note_of, tmp_path, monkeypatch):
         assert passed == []
         _, sent = asked
     assert (sent.path, dict(sent.headers)["Authorization"]) == ("/runs", f"Bearer {TOKEN}")
-    assert json.loads(sent.body) == json.loads((tmp_path / "run/run.json").read_text())
+    assert json.loads(sent.body) == json.loads((tmp_path / "run.json").read_text())
 
 
 @each_row("status", [301, 302, 303, 307, 308, 403])
