@@ -269,8 +269,6 @@ class _Findings:
         for code in ("job_cancelled", "job_stopped"):  # what a launcher does after the first process that failed
             if code in self.problems and self._follows_a_failure(code):
                 self.demote(code)
-        if "remote_failed" in self.problems and "(SIGINT" in str(self.problems.get("job_stopped")):
-            self.demote("remote_failed")  # no launcher interrupts the others: somebody did, and its peers lost it
         lines = self.ledger.code_lines
         late = {row.file: row.line for row in reversed(lines.get("watchdog_timeout", ()))}
         for code in sorted(list_codes("vague"), key=lambda code: -CODES[code].vague):
