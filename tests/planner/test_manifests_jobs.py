@@ -185,10 +185,13 @@ def test_pods_meet_the_restricted_profile_but_for_what_rdma_needs(api: str, spec
 @each_row("api", APIS)
 def test_pods_of_one_job_run_on_different_nodes(api: str) -> None:
     """By the label that the job's controller gives its pods; a single pod needs none of it."""
+    of_jobset = "jobset.sigs.k8s.io/jobset-name"
+    label = {"job": "job-name", "trainjob": of_jobset, "jobset": of_jobset,
+             "pytorchjob": "training.kubeflow.org/job-name"}[api]  # fmt: skip
     for template in templates(list(manifests.APIS[api](SPEC))):
         (term,) = template["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert term["topologyKey"] == "kubernetes.io/hostname"
-        assert term["labelSelector"] == {"matchLabels": {manifests.POD_LABELS[api]: "sft"}}
+        assert term["labelSelector"] == {"matchLabels": {label: "sft"}}
     for template in templates(list(manifests.APIS[api](replace(SPEC, nodes=1)))):
         assert "affinity" not in template["spec"]
 
