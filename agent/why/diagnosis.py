@@ -219,7 +219,7 @@ def _find_first_ended(texts: Iterable[str], by_file: int | None) -> int | None:
         alike = first.at and codes.count(first.exit_code) > 1
         is_clear = not (alike or (first.exit_code is None and -signal.SIGABRT in codes))
         ranks[first.at] = first.rank if is_clear and ranks.get(first.at, first.rank) == first.rank else None
-    first_rank = ranks[min(ranks)] if ranks else None
+    first_rank = ranks[min(ranks)] if len(ranks) == 1 or (ranks and "" not in ranks) else None
     return by_file if first_rank is None else first_rank
 
 

@@ -211,9 +211,9 @@ def _read_lines(text: str, kind: str, first: int) -> Script:
             before = script.always.pop(name, given)  # variables are in the order of their lines
             script.always[name], lost = (given, before) if kind == "env" else (before, given)
             if before.value != value and is_read(name):
-                kept, at = script.always[name].value, f" in line {lost.line}" * bool(lost.line)
+                applied, at = script.always[name].value, f" in line {lost.line}" * bool(lost.line)
                 which = "last" if kind == "env" else "first"
-                note = finding("env.pair.shadowed/lines", name, kept, lost=lost.value, at=at, which=which)
+                note = finding("env.pair.shadowed/lines", name, applied, lost=lost.value, at=at, which=which)
                 script.findings = [*(each for each in script.findings if each.subject != name), note]
     return script
 

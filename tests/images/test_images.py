@@ -49,7 +49,7 @@ network_config_dir = "{networks}"
 
 def ready() -> None:
     """Install the engine, and make the base image once; skips where it cannot be had."""
-    apt_installed("/usr/lib/podman/netavark", "podman", "netavark")  # what podman recommends may be missing beside it
+    apt_installed("/usr/lib/podman/netavark", "podman", "netavark")  # podman may be there without what it recommends
     for program in ("podman", "runc", "catatonit", "buildah", "iptables"):  # netavark calls the last
         apt_installed(program, program)
     HOME.mkdir(parents=True, exist_ok=True)

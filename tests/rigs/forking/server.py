@@ -101,8 +101,8 @@ def run(argv, environment, *, forked_ranks):
         else:
             sys.path.insert(0, os.path.dirname(words[0]))  # noqa: PTH120
             sys.argv = words
-            # Kept until os._exit: to free DDP's Reducer joins gloo's threads, which may wait for this thread's GIL
-            kept = runpy.run_path(words[0], run_name="__main__")  # noqa: F841
+            # Referenced until os._exit: freeing DDP's Reducer joins gloo's threads, which may wait for the GIL
+            script_globals = runpy.run_path(words[0], run_name="__main__")  # noqa: F841
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
