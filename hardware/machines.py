@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from contracts.tables import read_table
+
+Nearness = Literal["PIX", "PXB", "PHB", "NODE", "SYS"]  # `nvidia-smi topo` label of a path to a NIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,9 @@ class Machine:
     product: str | None = None  # matched against DMI's product name; the row then requires a match
     other_sizes: tuple[int, ...] = ()  # GPU counts of other sizes with the same DMI product name
     sku: str | None = None  # name of a recognised machine, if it differs from `name`
-    gpu_nic: str | None = None  # `nvidia-smi topo` label between a GPU and its nearest NIC
-    gpu_nic_farthest: str | None = None  # most distant label of a healthy host, if vendors' boards differ
-    basis: str = "seen"  # "seen" in real output, or "stated" by vendors' documents
+    gpu_nic: Nearness | None = None  # between a GPU and its nearest NIC
+    gpu_nic_farthest: Nearness | None = None  # most distant label of a healthy host, if vendors' boards differ
+    basis: Literal["seen", "stated"] = "seen"  # "seen" in real output, or "stated" by vendors' documents
     seen: str | None = None  # source of the healthy topology, if not `source`
     topology_file: str | None = None  # series in the names of Azure's files in /opt/microsoft
 

@@ -6,7 +6,6 @@ from itertools import combinations
 import pytest
 from rigs.tables import each_row, rows_of
 
-from hardware.machines import machines
 from probes.gpu.facts import Gpu, GpuFacts, GpuPair, NvLink
 from probes.pci.facts import PciDevice
 from topology.check import check, describe_departures
@@ -249,12 +248,6 @@ def test_a_lost_gpu_takes_no_share_of_hidden_links():
     pairs = [GpuPair(a=a, b=b, p2p_nvlink="ok") for a, b in combinations(range(3), 2)]
     lost = replace(gpu(3), error="GPU_IS_LOST")
     assert links_of(*gpus, lost, pairs=tuple(pairs)).between(0, 1)[0] == 2
-
-
-def test_every_machine_has_labels_that_exist():
-    for row in machines():
-        assert row.basis in ("seen", "stated")
-        assert row.gpu_nic is None or path_class(row.gpu_nic) is not None
 
 
 @each_row(("model", "product", "gpus", "sku"), rows("smaller"))
