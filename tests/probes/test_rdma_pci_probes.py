@@ -255,8 +255,8 @@ GPU, NIC, BRIDGE = ("0x030200", "0x10de", "0x2330"), ("0x020700", "0x15b3", "0x1
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
 
 
-def config(*, acs: bool | None = None) -> bytes:
-    """A configuration space, with ACS where asked for."""
+def config(*, acs: int | None = None) -> bytes:
+    """A configuration space, with this ACS control where asked for."""
     space = bytearray(4096)
     struct.pack_into("<HH", space, 0, 0x15B3, 0x1021)
     struct.pack_into("<IHH", space, 0x100, (0x0001 if acs is None else 0x000D) | 1 << 16, 0x1F, int(acs or 0))
@@ -286,7 +286,7 @@ class Machine(Devices):
         return name
 
 
-def switch(acs: bool | None = False, **gpu) -> Machine:
+def switch(acs: int | None = 0, **gpu) -> Machine:
     """Root port, switch with an uplink and two downlinks, a GPU and a NIC below."""
     machine, ports = Machine(), {"config": config(acs=acs)}
     root = "pci0000:15/0000:15:01.0"
@@ -397,6 +397,6 @@ def test_a_virtual_tree_is_recognised_and_says_what_to_set(paths: list[str]) -> 
 
 
 def test_a_broken_chain_of_capabilities_ends() -> None:
-    space = bytearray(config(acs=True))
+    space = bytearray(config(acs=0x1D))
     struct.pack_into("<I", space, 0x100, 0x0001 | 0x100 << 20)  # points at itself
-    assert parse_config(bytes(space))["acs_source_validation"] is False
+    assert parse_config(bytes(space))["acs_redirects"] is False
