@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import yaml
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from contracts.job_config import JobPlan, parse_config
 from contracts.layout import EIGHT_BITS, Layout, LayoutError
@@ -218,7 +218,7 @@ def test_the_frontier_goes_over_networks_and_says_why_nothing_fits() -> None:
 # holds the claim to it. "slower": the recipe's is forecast slower. "even": as fast, within what two forecasts err
 # against each other. "room": by this memory forecast the recipe's fits only with recomputation that its source does
 # not name. No recipe may be forecast faster than ours by more than that error: the search would have missed it.
-RECIPES: dict = yaml.safe_load(Path(__file__).with_name("layout_recipes.yaml").read_text(encoding="utf-8"))
+RECIPES: dict = data_of(__file__, "layout_recipes.yaml")
 
 
 PARTS = {
@@ -281,7 +281,7 @@ def request(layout: Layout, ranks_per_node: int = 8, **train) -> ExportRequest:
 
 
 # The configuration of a published run of Llama-3-8B with ZeRO-3 and CPU offload on p4d.24xlarge.
-PUBLISHED = json.loads(Path(__file__).with_name("deepspeed_published.json").read_text(encoding="utf-8"))
+PUBLISHED = data_of(__file__, "deepspeed_published.json")
 
 
 def test_deepspeed_gives_the_published_configuration_back() -> None:

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from dicthost import DIRECTORY, Content, DictHost, corpus_tree, tree_of
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from contracts.finding import Finding, Status
 from probes.api import UnavailableError
@@ -106,7 +105,7 @@ def test_no_rdma_is_absent_and_devices_are_in_the_order_of_their_numbers() -> No
     assert [d.name for d in read_rdma(fabric.host()).devices] == ["mlx5_0", "mlx5_2", "mlx5_10"]
 
 
-ROWS = yaml.safe_load(Path(__file__).with_name("rdma_rows.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "rdma_rows.yaml")
 GIDS = {"link-local": LINK_LOCAL, "IPv4": IPV4, "IPv6": "fd00:0000:0000:0000:0000:0000:0000:0001"}
 VERSIONS = {"v1": V1, "v2": V2, "unread": errno.EINVAL}
 
