@@ -89,9 +89,14 @@ def catalogue() -> tuple[Known, ...]:
     return tuple(row for row in machines() if isinstance(row, Known))
 
 
-def machine_of_host(model: str | None, gpus: int, product: str | None) -> Machine | None:
-    """Return the first row that matches a host's GPU model, GPU count and DMI product name; None if none matches."""
-    row = next((row for row in machines() if model and _matches(row, model, gpus, product)), None)
+def machine_of_host(model: str | None, gpus: int, product: str | None, links: int = 0) -> Machine | None:
+    """Return the first row that matches a host's GPU model, GPU count and DMI product name; None if none matches.
+
+    `links`: most NVLinks between two GPUs. A machine whose pairs have fewer is another one: four GPUs with NV12 are
+    half of a board with a switch, and no HGX A100 4-GPU.
+    """
+    enough = (row for row in machines() if links <= max(row.links_per_pair, default=links))
+    row = next((row for row in enough if model and _matches(row, model, gpus, product)), None)
     return row if row and gpus not in row.other_sizes else None
 
 

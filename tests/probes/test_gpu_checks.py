@@ -480,7 +480,7 @@ def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str
     """GB200 is no B200, and GH200 no H200."""
     node = build(snapshot())
     renamed = dataclasses.replace(
-        node, product=None, gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
+        node, product=None, pairs=(), gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
     )
     row = find_reference(renamed)
     assert (row.called if row else None) == sku
