@@ -20,7 +20,6 @@ from probes.api import UnavailableError
 from probes.increases import find_rdma_increases
 from probes.pci import probe as pci
 from probes.pci.facts import PciDevice, PciFacts
-from probes.pci.probe import list_peer_ports
 from probes.pci.read import parse_config, read as read_pci
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, find_ipv4
@@ -296,14 +295,6 @@ def switch(acs: int | None = 0, **gpu) -> Machine:
     machine.add(f"{root}/0000:16:00.0/0000:17:00.0/0000:18:00.0", GPU, **gpu)
     machine.add(f"{root}/0000:16:00.0/0000:17:01.0/0000:19:00.0", NIC)
     return machine
-
-
-def test_the_tree() -> None:
-    facts = read_pci(switch().host())
-    gpu = next(d for d in facts.devices if d.vendor_id == 0x10DE)
-    assert (gpu.parent, gpu.root, gpu.driver, gpu.numa_node) == ("0000:17:00.0", "pci0000:15", "nvidia", 0)
-    assert (gpu.link_width, gpu.link_transfers_per_second) == (16, 32e9)
-    assert list_peer_ports(facts) == {"0000:17:00.0", "0000:17:01.0"}
 
 
 def virtual(paths: list[str]) -> Machine:
