@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
-from rigs.tables import corpus_folder
+from rigs.tables import corpus_folder, hold_file
 
 ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
@@ -134,13 +134,6 @@ def golden() -> Callable[..., None]:
                 whole.write_text(text, encoding="utf-8")
             path = path.with_name(f"{path.name}.sha256")
             text = hashlib.sha256(text.encode()).hexdigest() + "\n"
-        if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            return
-        rewrite = "run this test with TOPOFLIGHT_UPDATE_GOLDEN=1"
-        assert path.exists(), f"{path} is missing: {rewrite}, which writes it"
-        look = "compare make golden-documents before and after" if digest else "read the difference"
-        assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}. If it is intended, {rewrite}"
+        hold_file(path, text, "compare make golden-documents before and after" if digest else "read the difference")
 
     return compare
