@@ -15,10 +15,10 @@ from dataclasses import replace
 
 from planner.why import reports
 from planner.why.blocked import BlockedCalls, find_odd_rank
-from planner.why.facts import ACTIONS, CODES, Cause, RunFacts, Unknown, Verdict, make_open_verdict, ranks_of
+from planner.why.facts import Cause, RunFacts, Unknown, Verdict, make_open_verdict, ranks_of
 from planner.why.pace import find_late_rank, find_lower_pace
 
-__all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
+__all__ = ["Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
 
 
 def judge(facts: RunFacts) -> Verdict:
