@@ -47,13 +47,7 @@ class BlockedCalls:
 
     def __init__(self, facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> None:
         self.facts, self.traces, self.source = facts, traces, source
-        self.waits: dict[int, Wait] = {}
-        for rank, trace in traces.items():
-            # as a rank ended that had lost a peer, the recorder has retired the call that it was in
-            last = trace.calls[-1] if trace.calls and rank in facts.lost_a_peer else None
-            call = next((open_call for open_call in trace.calls if not open_call.done), last)
-            if call is not None and not facts.has_moved_on(rank) and not self._is_over(rank, call):
-                self.waits[rank] = self._wait(rank, call)
+        self.waits = {rank: self._wait(rank, call) for rank in traces if (call := self._find_open_call(rank))}
         self._shorten_waits_for_the_last()
         # seconds of the longest wait; dumps of one request are made within seconds, and a wait may end between them
         waits = [wait for rank, wait in self.waits.items() if not self._find_leavers(rank, wait.call)]
@@ -68,9 +62,8 @@ class BlockedCalls:
         self.roots = set(self.what)  # ranks that others wait for and that wait for no rank
         self.decisive = {rank for rank, one in self.what.items() if one.kind in words.ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
-        self.first = facts.find_first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
-        if self.first is not None and not (self.decisive or self.first in self.waits):
-            self.first = None
+        first = facts.find_first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
+        self.first = first if self.decisive or first in self.waits else None
         if self.first is not None:  # the others ended after it, or were terminated
             self.decisive, self.what[self.first] = {self.first}, facts.end_of(self.first)
             self.roots.add(self.first)
@@ -80,6 +73,18 @@ class BlockedCalls:
         self.wait = f"{source}: {'; '.join(self._describe(self.waiting))}{age}"
 
     # Who waits for whom ----------------------------------------------------------------------------------------------
+
+    def _find_open_call(self, rank: int) -> Call | None:
+        """Return the call that a rank waits in; None if there is none, or if another rank shows that it is over."""
+        calls = self.traces[rank].calls
+        # as a rank ended that had lost a peer, the recorder has retired the call that it was in
+        last = calls[-1] if calls and rank in self.facts.lost_a_peer else None
+        call = next((open_call for open_call in calls if not open_call.done), last)
+        if call is None or self.facts.has_moved_on(rank):
+            return None
+        ages, leavers = self.facts.ages, self._find_leavers(rank, call)
+        is_over = any(ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS for other in leavers)
+        return None if is_over else call
 
     def _wait(self, rank: int, call: Call) -> Wait:
         """A rank's wait, with the members of its group sorted into those that have come, have not, and the unknown.
@@ -165,11 +170,6 @@ class BlockedCalls:
         """Return the other ranks that are past a rank's call. If they wrote later, the rank may be past it, too."""
         return [other for other, trace in self.traces.items() if other != rank and not call.p2p
                 and trace.newest_in(call.group) > call.number and trace.has_left(call)]  # fmt: skip
-
-    def _is_over(self, rank: int, call: Call) -> bool:
-        """Whether another rank, which has written since this one did, has left the call: this wait is an old one."""
-        ages, leavers = self.facts.ages, self._find_leavers(rank, call)
-        return any(ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS for other in leavers)
 
     def _shorten_waits_for_the_last(self) -> None:
         """A call that all have entered can proceed only after the last rank came: from then on its time counts."""

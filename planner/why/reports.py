@@ -96,18 +96,22 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
     )
     missing = ranks_of(absent, kind) if absent else f"{world - len(here)} of {world} {kind}s"
     gave_up = [ages[rank] for rank, state in here.items() if state.answer == "connected" and state.ended]
-    # one that gave up may have hosted the store: a connection that was closed then does not show a fault of the network
-    reached = ("connected", "pending", "closed") if gave_up else ("connected", "pending")
-    behind = [rank for rank, state in here.items() if state.answer not in reached
-            and gave_up and waits[rank] + ages[rank] <= max(gave_up) + limits.ORDER_SECONDS]  # fmt: skip
-    lost = [state for rank, state in here.items() if state.answer not in reached and rank not in behind]
-    unresolved = [state for state in lost if state.answer == "unresolved"]
-    place = (unresolved or lost or [*here.values()])[0].asked
+    obstacles: dict[str, list[int]] = {"unresolved": [], "unreached": [], "late": []}  # ranks that have no connection
+    for rank, state in here.items():
+        # one that gave up may have hosted the store: a connection that was closed then shows no fault of the network
+        if state.answer not in ("connected", "pending", *["closed"] * bool(gave_up)):
+            is_late = gave_up and waits[rank] + ages[rank] <= max(gave_up) + limits.ORDER_SECONDS
+            kind_of_loss = "unresolved" if state.answer == "unresolved" else "unreached"
+            obstacles["late" if is_late else kind_of_loss].append(rank)
+    place = here[(obstacles["unresolved"] or obstacles["unreached"] or [*here])[0]].asked
     rows = tuple(f"{kind} {rank}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
                  f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {words.ANSWERS.get(state.answer, state.answer)}"
                  for rank, state in here.items())  # fmt: skip
-    key = ("unresolved" if unresolved else "places" if len({state.asked for state in here.values()}) > 1
-           else "unreached" if lost else "absent" if len(here) < world else "late" if behind else "unmet")  # fmt: skip
+    reasons = {  # the first that holds
+        "unresolved": obstacles["unresolved"], "places": len({state.asked for state in here.values()}) > 1,
+        "unreached": obstacles["unreached"], "absent": len(here) < world, "late": obstacles["late"], "unmet": True,
+    }  # fmt: skip
+    key = next(filter(reasons.get, reasons))
     accused, limit = absent if key == "absent" and kind == "rank" else (), limits.IDLE_SECONDS
     if accused and facts.starting.keys() >= set(accused):
         key, limit = "starting", facts.limit
@@ -116,7 +120,7 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
         missing=missing, who=ranks_of([*here], kind), seconds=round(age), each="; ".join(rows[:4]),
         verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
-        late=ranks_of(behind, kind), evidence=(*rows[:8], *errors[:1]),
+        late=ranks_of(obstacles["late"], kind), evidence=(*rows[:8], *errors[:1]),
         waiting=tuple(here) if kind == "rank" else (), ranks=accused,
     )  # fmt: skip
     return verdict if over or age >= limit else make_open_verdict([verdict.causes[0].message, *rows], limit)
