@@ -73,8 +73,8 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        nothing = "no fault was found in the logs, but " * bool(found and not verdict.causes)
-        verdict = replace(verdict, state="unknown", line=f"unknown: {nothing}no source shows the state of the run")
+        seen = f"{verdict.causes[0].message}; " if verdict.causes else "the logs show no fault, but " * bool(found)
+        verdict = replace(verdict, state="unknown", line=f"unknown: {seen}no source shows the state of the run")
         if sources.run is not None:
             verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
     again = sources.again

@@ -20,12 +20,12 @@ import yaml
 from jsonschema.exceptions import best_match
 from kubernetes.client import Configuration
 from rigs.crds import strict
-from rigs.tables import ROOT
+from rigs.tables import ROOT, data_of
 
 CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
 Json = dict
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
-KINDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("api_kinds.yaml").read_text())
+KINDS: dict[str, str] = data_of(__file__, "api_kinds.yaml")
 # kind of a job -> the label of its pods
 JOBS = {
     "Job": "job-name", "PyTorchJob": "training.kubeflow.org/job-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name",

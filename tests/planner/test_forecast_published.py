@@ -11,9 +11,8 @@ from pathlib import Path
 import forecast
 import pytest
 import studies
-import yaml
 from rigs.command import ROOT, interpreter
-from rigs.tables import each_row
+from rigs.tables import data_of, each_row
 from rows import Row, read_row
 
 from contracts.layout import Layout
@@ -125,7 +124,7 @@ def test_nvlink_helps_only_gpus_that_exist_with_it() -> None:
         assert any("NVLink" in text for text in helps_most(job, candidate, None)) == advised
 
 
-TABLES: dict = yaml.safe_load(Path(__file__).with_name("published_rows.yaml").read_text(encoding="utf-8"))
+TABLES: dict = data_of(__file__, "published_rows.yaml")
 BASE: dict[str, str] = TABLES["base"]
 
 

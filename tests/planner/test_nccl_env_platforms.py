@@ -9,11 +9,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import platform_machines as built
-import yaml
 from jinja2 import Template
 from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, rows_of
 
 from agent.advice.advise import advise_cluster
 from agent.advice.request import Request
@@ -31,7 +30,7 @@ from topology.cluster import join
 
 rows = rows_of(__file__)
 TABLE = read_table(f"{ROOT}/planner/nccl_env/__init__.py", "data/platforms.toml")
-EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
+EXPECTED = data_of(__file__, "nccl_env_platforms.yaml")
 
 
 def seen(machine: str, **changes) -> Snapshot:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from dicthost import Content, DictHost
 from hypothesis import given, strategies as st
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, rows_of
 
 from contracts.finding import Status
 from probes.api import UnavailableError
@@ -33,7 +33,7 @@ from probes.scanner import pack_archive
 rows = rows_of(__file__)
 
 UP = 0x1 | 0x40  # IFF_UP, IFF_RUNNING
-STATUS = json.loads(Path(__file__).with_name("network_status.json").read_text(encoding="utf-8"))
+STATUS = data_of(__file__, "network_status.json")
 
 
 class Network:

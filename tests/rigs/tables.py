@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,18 +92,18 @@ def each_row(
     return decorate
 
 
+def data_of(test: str, name: str) -> Any:
+    """What is in a YAML, TOML or JSON file next to a test."""
+    text = (Path(test).parent / name).read_text(encoding="utf-8")
+    return {".yaml": yaml.safe_load, ".toml": tomllib.loads, ".json": json.loads}[Path(name).suffix](text)
+
+
 def rows_of(test: str, name: str = "") -> Callable[[str], Callable[[], Any]]:
     """The tables of a YAML file next to a test, by their keys; `name` where the file has not the test's own name.
 
     The file is read when the first test that takes a table runs, not at collection.
     """
-    path = Path(test).with_name(name) if name else Path(test).with_suffix(".yaml")
-
-    @functools.cache
-    def tables() -> dict[str, Any]:
-        found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return found
-
+    tables = functools.cache(lambda: data_of(test, name or f"{Path(test).stem}.yaml"))
     return lambda key: lambda: tables()[key]
 
 
