@@ -295,9 +295,9 @@ def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
     kind = {"dead": "gone", "": "unknown"}.get(rank.missing, "silent")
     place = f" (GPU {rank.gpu} of process {rank.pid} on {rank.host})" if rank.host else ""
     who = f"rank {rank.rank}{place}" if rank.rank >= 0 else f"process {rank.pid} on {rank.host}, GPU {rank.gpu},"
-    return Cause(code=words.CODES.get(kind, "rank.behind"), message=f"{who} {state}", evidence=(source,),
+    return Cause(code=words.KINDS[kind].code, message=f"{who} {state}", evidence=(source,),
                  ranks=(rank.rank,) if rank.rank >= 0 else (), nodes=(rank.host,) if rank.host else (),
-                 action=words.ACTIONS[kind])  # fmt: skip
+                 action=words.KINDS[kind].action)  # fmt: skip
 
 
 def _judge_counts(verdict: Verdict, report: ras.RasReport, *, is_first: bool, is_moving: bool) -> Verdict:

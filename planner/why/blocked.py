@@ -388,7 +388,7 @@ class BlockedCalls:
         it went past their call. They must be more than half of the ranks that are in both groups.
         """
         facts, waits = self.facts, self.waits
-        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in words.BUSY_KINDS]
+        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in words.WORK]
         if busy and self.age < facts.limit:  # it has called ahead, and may yet come
             rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
             return make_open_verdict(rows, facts.limit, self.waiting)

@@ -284,7 +284,7 @@ class RunFacts:
         effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
         if state.cpu_share is not None and state.cpu_share < limits.IDLE_SHARE:
             effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
-        return Activity(kind, f"{words.DOING.get(kind, 'is at work')}{since}{place}{effort}", self._get_grace(state))
+        return Activity(kind, f"{words.get_kind(kind).does}{since}{place}{effort}", self._get_grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
         """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
@@ -323,7 +323,9 @@ class RunFacts:
         looks = {phase: n - old.samples.get(phase, 0) for phase, n in state.samples.items()}
         # a call that holds the GIL prevents looks
         if sum(looks.values()) * limits.LOOK_SECONDS < (until - old.at) / 2:
-            text = f"{words.DOING[now.kind]} by its last sample, and for most of the wait its monitor could not run"
+            text = (
+                f"{words.KINDS[now.kind].does} by its last sample, and for most of the wait its monitor could not run"
+            )
             return Activity(now.kind, text, self.limit)
         total = sum(n for phase, n in looks.items() if phase != "collective")
         long = {phase: n for phase, n in looks.items() if phase in words.LONG_PHASES}
@@ -331,7 +333,7 @@ class RunFacts:
             return now
         busy = max(long, key=lambda phase: long[phase])
         share = f"{long[busy] / total:.0%} of the samples since then"
-        return Activity(busy, f"{words.DOING[busy]} in {share}; now it {words.DOING[now.kind]}", self.limit)
+        return Activity(busy, f"{words.KINDS[busy].does} in {share}; now it {words.KINDS[now.kind].does}", self.limit)
 
     # Causes and verdicts ---------------------------------------------------------------------------------------------
 
@@ -342,7 +344,8 @@ class RunFacts:
         if ranks is None:
             ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
         hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
-        on_host = {rank for cause in causes if cause.code in words.ON_HOST for rank in cause.ranks}
+        codes = {kind.code for kind in words.KINDS.values() if kind.is_on_host}
+        on_host = {rank for cause in causes if cause.code in codes for rank in cause.ranks}
         gpus = [f"{s.host} GPU {s.gpu}" for r in ranks
                 if r not in on_host and (s := self.states.get(r)) and s.gpu is not None and s.host]  # fmt: skip
         return Verdict(
@@ -376,14 +379,14 @@ class RunFacts:
             kind = "exited"
         elif kind == "gone" and state and state.ended:
             kind = "left"
-        action = find_remedy(error) if error else words.ACTIONS.get(kind, words.ACTIONS["unknown"])
+        action = find_remedy(error) if error else words.get_kind(kind).action
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
         message = f"rank {rank}{f' on {host}' if host else ''} {activity.words}"
         return Cause(
-            code=words.CODES.get(activity.kind, "rank.behind"), message=message, ranks=(rank,), share=share,
+            code=words.get_kind(activity.kind).code, message=message, ranks=(rank,), share=share,
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
-            of_program=any(kind in kinds for kinds in words.OF_PROGRAM.values()),
+            of_program=words.get_kind(kind).is_of_program,
         )  # fmt: skip
 
     def blame_timeout(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
@@ -392,7 +395,7 @@ class RunFacts:
         limit = next((int(match[1]) / 1000 for error in errors if (match := words.LIMIT.search(error))), None)
         texts = tuple(f"rank {rank} {activity.words}" for rank, activity in sorted(busy.items()))
         timeouts = (error[:200] for error in errors if words.TIMED_OUT.search(error))
-        other = words.WORDS["action_of_long"].get(busy[min(busy)].kind, "")
+        other = words.get_kind(busy[min(busy)].kind).if_short
         verdict = self.named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=texts[0], other=other,
                              waiting=waiting, evidence=(*filter(None, [wait]), *texts[1:4], *timeouts)[:6])  # fmt: skip
         return replace(verdict, not_at_fault=texts)
@@ -420,7 +423,7 @@ def find_remedy(error: str) -> str:
     """What to do about an exception, by the codes of logs; what its traceback shows if they say no more."""
     codes = find_codes(error.encode(), foreign=True) or ("python_traceback",)
     code = min(codes, key=lambda code: LOG_CODES[code].vague)
-    general = words.ACTIONS["raised"] if code in ("python_traceback", "job_failed") else LOG_CODES[code].action
+    general = words.KINDS["raised"].action if code in ("python_traceback", "job_failed") else LOG_CODES[code].action
     return find_case(LOG_CODES[code], error).get("action", general)
 
 

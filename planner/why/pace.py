@@ -286,20 +286,22 @@ def _find_habit(rank: int, facts: RunFacts) -> Activity:
         if other != rank:
             other_samples.update(other_state.samples)
     looks, of_rest = sum(state.samples.values()), max(1, other_samples.total())
-    mine, theirs = ({kind: row.get(kind, 0) / total for kind in words.DOING if kind != "collective"}
+    mine, theirs = ({kind: row.get(kind, 0) / total for kind in words.WORK}
                     for row, total in ((state.samples, looks), (other_samples, of_rest)))  # fmt: skip
     excess = {kind: mine[kind] - theirs[kind] for kind in mine}
     kind = max(excess, key=lambda name: excess[name])
     workers = mine["workers"], theirs["workers"]
     if min(workers) > MATTERS / 2 and (kind == "workers" or excess[kind] <= MATTERS):
         shares = f"{workers[0]:.0%} of its samples, {workers[1]:.0%} of those of the others"
-        return Activity("turns", f"{words.DOING['workers']} in {shares}: equally fast loaders take turns in being last")
+        return Activity(
+            "turns", f"{words.KINDS['workers'].does} in {shares}: equally fast loaders take turns in being last"
+        )
     # a difference within the sampling error is not a difference
     if excess[kind] <= 2 * sqrt(0.25 / looks + 0.25 / of_rest):
         return AS_OTHERS
     now = find_main_phase(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
     return Activity(
-        now, f"{words.DOING[now]} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others"
+        now, f"{words.KINDS[now].does} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others"
     )
 
 
@@ -338,7 +340,7 @@ def _find_growth(state: RankState) -> Growth | None:
     if at is None:
         return None
     kinds = {
-        kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in words.DOING if kind not in words.LONG_PHASES
+        kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in words.PHASES if kind not in words.LONG_PHASES
     }
     grown = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
     change = pieces[at][0]
@@ -370,8 +372,11 @@ def find_lower_pace(facts: RunFacts) -> Verdict | None:
         # no byte was seen waiting: a rank that is not let run looks the same
         key = "all_collective" if cause.code == "network" else "all_collective_here"
         return facts.named(key, times=times, evidence=(timing,))
-    action = f"Expected if the batches or the sequences have become larger. Else: {words.ACTIONS.get(kind, '')}"
-    code, message = words.CODES[kind].replace("rank.", "all."), f"all ranks alike: each {words.DOING[kind]} longer"
+    action = f"Expected if the batches or the sequences have become larger. Else: {words.KINDS[kind].action}"
+    code, message = (
+        words.KINDS[kind].code.replace("rank.", "all."),
+        f"all ranks alike: each {words.KINDS[kind].does} longer",
+    )
     cause = Cause(code=code, message=message, share=share, evidence=(timing,), action=action)
     return facts.verdict("slow", cause)
 
