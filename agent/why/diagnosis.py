@@ -232,7 +232,7 @@ def _read_ras(source: str) -> ras.RasReport:
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """Add RAS to the verdict: it decides if no other source does; otherwise agreement or conflict is shown."""
-    source = f"RAS: {report.total} communicators of up to {report.most} ranks"
+    source = f"RAS: {report.total} communicators"
     report, unheard = _split_silent_ranks(report, earlier)
     verdict = _ask_about_silence(replace(verdict, sources=(*verdict.sources, source)), report, unheard)
     rows = _list_behind(report)

@@ -10,8 +10,9 @@ from math import inf, prod
 from statistics import NormalDist
 
 from collectives.traces.rank_files import UNNAMED, Call, RankTrace
-from planner.why import limits, words
+from planner.why import limits
 from planner.why.facts import Activity, Cause, RunFacts, Verdict, make_cause, make_open_verdict, ranks_of
+from planner.why.words import ENDED, IN_CALL, WORK
 
 NEWER_SECONDS = 3.0  # ranks asked for a dump write it within two polling intervals of each other
 _SAME_CALL = "Make every rank of the group call the same collectives, in the same order."
@@ -60,7 +61,7 @@ class BlockedCalls:
         self.unbegun, inside = self._find_held_gpus()
         self.what = {rank: self._find_activity(rank) for rank in behind} | inside | self.unbegun
         self.roots = set(self.what)  # ranks that others wait for and that wait for no rank
-        self.decisive = {rank for rank, one in self.what.items() if one.kind in words.ENDED and self.age >= one.grace}
+        self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
         first = facts.find_first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
         self.first = first if self.decisive or first in self.waits else None
@@ -388,7 +389,7 @@ class BlockedCalls:
         it went past their call. They must be more than half of the ranks that are in both groups.
         """
         facts, waits = self.facts, self.waits
-        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in words.WORK]
+        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in WORK]
         if busy and self.age < facts.limit:  # it has called ahead, and may yet come
             rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
             return make_open_verdict(rows, facts.limit, self.waiting)
@@ -431,7 +432,7 @@ class BlockedCalls:
         """
         state, wait = self.facts.states.get(rank), self.waits.get(rank)
         is_there = state is not None and wait is not None and wait.call is call and (
-            any(map(words.IN_CALL.search, state.where)) if state.error
+            any(map(IN_CALL.search, state.where)) if state.error
             else state.phase == "collective" and wait.seconds >= 2 * limits.LOOK_SECONDS)  # fmt: skip
         frames = state.own if state is not None and is_there and state.own else call.frames
         return f", from {frames[0]}" if frames else ""
@@ -570,10 +571,8 @@ def find_odd_rank(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
     if len(ranks) != 1 or len(alike) != 1 or not 1 < len(last) == (facts.world or 0) - 1:
         return None
     evidence = tuple(f"rank {rank}: {describe(call)}" for rank, call in sorted(last.items()))[:8]
-    others, call = ranks_of(sorted(last)), next(iter(last.values()))
-    message = f"{ranks_of(ranks)} calls another size or another collective than {others} in {describe(call)}"
-    return Cause(code="call.size", message=message, ranks=ranks, evidence=(*evidence, facts.log.cut_short),
-                 action=_SAME_CALL)  # fmt: skip
+    return make_cause("odd_size", ranks=ranks, evidence=(*evidence, facts.log.cut_short), who=ranks_of(ranks),
+                      others=ranks_of(sorted(last)), call=describe(next(iter(last.values()))))  # fmt: skip
 
 
 def mismatch(rows: Mapping[int, Call], *, size: int | None, lines: Mapping[int, str]) -> Cause:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from collectives.nccl_log.codes import CODES as LOG_CODES, find_case, find_codes
 from collectives.traces.rank_files import Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from contracts.run_record import FailedRank
 from planner.why import limits, words
+from planner.why.words import KINDS, WORDS, are_alike, find_remedy, get_kind, headline, is_own
 
 SCHEMA_VERSION = 1
 
@@ -37,7 +36,7 @@ def make_cause(
     evidence: tuple[str, ...] = (), **fields: object,
 ) -> Cause:  # fmt: skip
     """Return the cause with this key in why.toml, its fields filled in."""
-    row = words.WORDS["cause"][key]
+    row = WORDS["cause"][key]
     message, action = (row.get(part, "").format(**fields) for part in ("message", "action"))
     return Cause(code=row["code"], message=message, action=action, ranks=ranks, nodes=nodes, share=share,
                  evidence=evidence)  # fmt: skip
@@ -79,9 +78,7 @@ class Verdict:
 
     def with_question(self, key: str, **fields: object) -> Verdict:
         """Return it with a question of why.toml that stays open; where no fault was found, it may be unknown for it."""
-        line, missing, how = (
-            words.WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how")
-        )
+        line, missing, how = (WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
         verdict = replace(self, unknown=(*self.unknown, Unknown(what=missing, command=how)))
         if not line or self.state not in ("fine", "unknown"):
             return verdict
@@ -124,12 +121,10 @@ class RunFacts:
     # How the run and its ranks have ended ----------------------------------------------------------------------------
 
     @cached_property
-    def gave_up(self) -> dict[int, float]:
-        """Return when each rank last wrote that ended because its wait timed out."""
-        return {
-            rank: state.written for rank, state in self.states.items()
-            if rank in self.log.traces or (state.ended and state.error and words.TIMED_OUT.search(state.error))
-        }  # fmt: skip
+    def gave_up(self) -> frozenset[int]:
+        """Return the ranks that ended because their wait timed out."""
+        return frozenset(rank for rank, state in self.states.items() if rank in self.log.traces or (
+            state.ended and state.error and words.TIMED_OUT.search(state.error)))  # fmt: skip
 
     @cached_property
     def lost_a_peer(self) -> frozenset[int]:
@@ -177,10 +172,7 @@ class RunFacts:
         state, given_up = self.states.get(rank), self.gave_up
         if state is None or state.ended or rank in given_up or rank == self.first or not given_up:
             return False
-        if any(other in self.ages for other in given_up):
-            oldest = max(self.ages.get(other, 0.0) for other in given_up)
-            return self.ages.get(rank, 0.0) <= oldest + limits.STALE_SECONDS
-        return state.written >= min(given_up.values()) - limits.STALE_SECONDS
+        return self.ages.get(rank, 0.0) <= max(self.ages.get(one, 0.0) for one in given_up) + limits.STALE_SECONDS
 
     def error_of(self, rank: int) -> str | None:
         """Return the exception that ended a rank, by its own file or the log."""
@@ -284,7 +276,7 @@ class RunFacts:
         effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
         if state.cpu_share is not None and state.cpu_share < limits.IDLE_SHARE:
             effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
-        return Activity(kind, f"{words.get_kind(kind).does}{since}{place}{effort}", self._get_grace(state))
+        return Activity(kind, f"{get_kind(kind).does}{since}{place}{effort}", self._get_grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
         """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
@@ -323,9 +315,7 @@ class RunFacts:
         looks = {phase: n - old.samples.get(phase, 0) for phase, n in state.samples.items()}
         # a call that holds the GIL prevents looks
         if sum(looks.values()) * limits.LOOK_SECONDS < (until - old.at) / 2:
-            text = (
-                f"{words.KINDS[now.kind].does} by its last sample, and for most of the wait its monitor could not run"
-            )
+            text = f"{KINDS[now.kind].does} by its last sample, and for most of the wait its monitor could not run"
             return Activity(now.kind, text, self.limit)
         total = sum(n for phase, n in looks.items() if phase != "collective")
         long = {phase: n for phase, n in looks.items() if phase in words.LONG_PHASES}
@@ -333,7 +323,7 @@ class RunFacts:
             return now
         busy = max(long, key=lambda phase: long[phase])
         share = f"{long[busy] / total:.0%} of the samples since then"
-        return Activity(busy, f"{words.KINDS[busy].does} in {share}; now it {words.KINDS[now.kind].does}", self.limit)
+        return Activity(busy, f"{KINDS[busy].does} in {share}; now it {KINDS[now.kind].does}", self.limit)
 
     # Causes and verdicts ---------------------------------------------------------------------------------------------
 
@@ -344,7 +334,7 @@ class RunFacts:
         if ranks is None:
             ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
         hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
-        codes = {kind.code for kind in words.KINDS.values() if kind.is_on_host}
+        codes = {kind.code for kind in KINDS.values() if kind.is_on_host}
         on_host = {rank for cause in causes if cause.code in codes for rank in cause.ranks}
         gpus = [f"{s.host} GPU {s.gpu}" for r in ranks
                 if r not in on_host and (s := self.states.get(r)) and s.gpu is not None and s.host]  # fmt: skip
@@ -355,7 +345,7 @@ class RunFacts:
 
     def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
         """Return the verdict with one cause of why.toml, filled in with `fields`, and with its open question if any."""
-        row = words.WORDS["cause"][key]
+        row = WORDS["cause"][key]
         if row["code"] == "rank.behind":  # their hosts may be at fault
             fields["nodes"] = tuple(sorted({host for rank in fields["ranks"] if (host := self.host(rank))}))
         verdict = self.verdict(state or row.get("state", "failed"), make_cause(key, **fields), waiting=waiting)
@@ -379,14 +369,14 @@ class RunFacts:
             kind = "exited"
         elif kind == "gone" and state and state.ended:
             kind = "left"
-        action = find_remedy(error) if error else words.get_kind(kind).action
+        action = find_remedy(error) if error else get_kind(kind).action
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
         message = f"rank {rank}{f' on {host}' if host else ''} {activity.words}"
         return Cause(
-            code=words.get_kind(activity.kind).code, message=message, ranks=(rank,), share=share,
+            code=get_kind(activity.kind).code, message=message, ranks=(rank,), share=share,
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
-            of_program=words.get_kind(kind).is_of_program,
+            of_program=get_kind(kind).is_of_program,
         )  # fmt: skip
 
     def blame_timeout(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
@@ -395,7 +385,7 @@ class RunFacts:
         limit = next((int(match[1]) / 1000 for error in errors if (match := words.LIMIT.search(error))), None)
         texts = tuple(f"rank {rank} {activity.words}" for rank, activity in sorted(busy.items()))
         timeouts = (error[:200] for error in errors if words.TIMED_OUT.search(error))
-        other = words.get_kind(busy[min(busy)].kind).if_short
+        other = get_kind(busy[min(busy)].kind).if_short
         verdict = self.named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=texts[0], other=other,
                              waiting=waiting, evidence=(*filter(None, [wait]), *texts[1:4], *timeouts)[:6])  # fmt: skip
         return replace(verdict, not_at_fault=texts)
@@ -411,30 +401,6 @@ def ranks_of(ranks: Sequence[int], kind: str = "rank") -> str:
     """ "rank 2", "nodes 1, 2, 3"."""
     numbers = ", ".join(map(str, ranks[:16])) + " ..." * (len(ranks) > 16)
     return f"{kind}{'s' * (len(ranks) != 1)} {numbers}"
-
-
-def headline(error: str) -> str:
-    """The first line of an exception's message, and its last one."""
-    lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
-    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
-
-
-def find_remedy(error: str) -> str:
-    """What to do about an exception, by the codes of logs; what its traceback shows if they say no more."""
-    codes = find_codes(error.encode(), foreign=True) or ("python_traceback",)
-    code = min(codes, key=lambda code: LOG_CODES[code].vague)
-    general = words.KINDS["raised"].action if code in ("python_traceback", "job_failed") else LOG_CODES[code].action
-    return find_case(LOG_CODES[code], error).get("action", general)
-
-
-def is_own(error: str) -> bool:
-    """Whether an error is not about another rank."""
-    return not words.LOST_PEER.search(error)
-
-
-def are_alike(errors: Sequence[str]) -> bool:
-    """Return whether several ranks ended with the same kind of error, so that none caused the others' errors."""
-    return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1
 
 
 def find_main_phase(state: RankState, phase: str | None = None) -> str | None:

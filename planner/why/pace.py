@@ -18,9 +18,10 @@ from time import gmtime, strftime
 from typing import NamedTuple
 
 from collectives.traces.rank_files import Call, Mark, RankState
-from planner.why import limits, words
+from planner.why import limits
 from planner.why.blocked import network
 from planner.why.facts import Activity, Cause, RunFacts, Verdict, find_main_phase
+from planner.why.words import KINDS, LONG_PHASES, PHASES, WORK
 
 # NCCL diagnostics report a rank more than 30 % away from the median (docs/userguide, troubleshooting/diagnostics)
 OUTLIER = 1.3
@@ -81,7 +82,7 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
     causes, not_at_fault = [], []
     for one in sorted(proven.values(), key=lambda row: -row.excess):
         habit = habits[one.rank]
-        if habit.kind in (*words.LONG_PHASES, "turns"):
+        if habit.kind in (*LONG_PHASES, "turns"):
             not_at_fault.append(f"rank {one.rank} {habit.words}; {one.wait}")
         else:
             causes.append(facts.cause_of(one.rank, habit, one.wait, _describe_change(one.rank, facts), share=one.share))
@@ -250,9 +251,7 @@ def _compare_samples(facts: RunFacts, since: float) -> list[Lateness]:
     for rank, state in facts.states.items():
         start = state.marks[int(since * len(state.marks))] if state.marks else Mark()
         old = start.moving  # a file of a job's own may count otherwise
-        looks = {
-            kind: max(0, n - old.get(kind, 0)) for kind, n in state.moving.items() if kind not in words.LONG_PHASES
-        }
+        looks = {kind: max(0, n - old.get(kind, 0)) for kind, n in state.moving.items() if kind not in LONG_PHASES}
         count = sum(looks.values())
         if count < MIN_LOOKS:
             return []
@@ -286,22 +285,20 @@ def _find_habit(rank: int, facts: RunFacts) -> Activity:
         if other != rank:
             other_samples.update(other_state.samples)
     looks, of_rest = sum(state.samples.values()), max(1, other_samples.total())
-    mine, theirs = ({kind: row.get(kind, 0) / total for kind in words.WORK}
+    mine, theirs = ({kind: row.get(kind, 0) / total for kind in WORK}
                     for row, total in ((state.samples, looks), (other_samples, of_rest)))  # fmt: skip
     excess = {kind: mine[kind] - theirs[kind] for kind in mine}
     kind = max(excess, key=lambda name: excess[name])
     workers = mine["workers"], theirs["workers"]
     if min(workers) > MATTERS / 2 and (kind == "workers" or excess[kind] <= MATTERS):
         shares = f"{workers[0]:.0%} of its samples, {workers[1]:.0%} of those of the others"
-        return Activity(
-            "turns", f"{words.KINDS['workers'].does} in {shares}: equally fast loaders take turns in being last"
-        )
+        return Activity("turns", f"{KINDS['workers'].does} in {shares}: equally fast loaders take turns in being last")
     # a difference within the sampling error is not a difference
     if excess[kind] <= 2 * sqrt(0.25 / looks + 0.25 / of_rest):
         return AS_OTHERS
     now = find_main_phase(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
     return Activity(
-        now, f"{words.KINDS[now].does} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others"
+        now, f"{KINDS[now].does} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others"
     )
 
 
@@ -330,7 +327,7 @@ def _find_growth(state: RankState) -> Growth | None:
         total, calls = sum(looks.values()), new.calls - old.calls
         if calls > 0 and total > 0 and new.at > old.at:
             each = (new.at - old.at) / total / calls
-            pieces.append((old, {kind: n * each for kind, n in looks.items() if kind not in words.LONG_PHASES}))
+            pieces.append((old, {kind: n * each for kind, n in looks.items() if kind not in LONG_PHASES}))
     paces = [sum(spent.values()) for _, spent in pieces]
 
     def misfit(index: int) -> float:
@@ -339,9 +336,7 @@ def _find_growth(state: RankState) -> Growth | None:
     at = min(range(MIN_PIECES, len(paces) - MIN_PIECES + 1), key=misfit, default=None)
     if at is None:
         return None
-    kinds = {
-        kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in words.PHASES if kind not in words.LONG_PHASES
-    }
+    kinds = {kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in PHASES if kind not in LONG_PHASES}
     grown = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
     change = pieces[at][0]
     return Growth(median(paces[:at]), median(paces[at:]), change.at, change.calls, grown)
@@ -372,11 +367,8 @@ def find_lower_pace(facts: RunFacts) -> Verdict | None:
         # no byte was seen waiting: a rank that is not let run looks the same
         key = "all_collective" if cause.code == "network" else "all_collective_here"
         return facts.named(key, times=times, evidence=(timing,))
-    action = f"Expected if the batches or the sequences have become larger. Else: {words.KINDS[kind].action}"
-    code, message = (
-        words.KINDS[kind].code.replace("rank.", "all."),
-        f"all ranks alike: each {words.KINDS[kind].does} longer",
-    )
+    action = f"Expected if the batches or the sequences have become larger. Else: {KINDS[kind].action}"
+    code, message = KINDS[kind].code.replace("rank.", "all."), f"all ranks alike: each {KINDS[kind].does} longer"
     cause = Cause(code=code, message=message, share=share, evidence=(timing,), action=action)
     return facts.verdict("slow", cause)
 

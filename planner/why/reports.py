@@ -12,17 +12,8 @@ from time import gmtime, strftime
 from collectives.traces import watchdog
 from planner.why import limits, words
 from planner.why.blocked import mismatch, signature
-from planner.why.facts import (
-    Activity,
-    RunFacts,
-    Verdict,
-    are_alike,
-    find_remedy,
-    headline,
-    is_own,
-    make_open_verdict,
-    ranks_of,
-)
+from planner.why.facts import Activity, RunFacts, Verdict, make_open_verdict, ranks_of
+from planner.why.words import ENDED, LONG_PHASES, TIMED_OUT, are_alike, find_remedy, headline, is_own
 
 # gloo connects each rank to every other one after the ranks have met
 _MESH = re.compile(r"connectFullMesh failed.*remote=\[([^\]]+)\]:(\d+)")
@@ -91,9 +82,8 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
     if by_log and by_log.causes[0].code == "port_in_use":
         return by_log
     world = max(state.world_size or 0 for state in here.values())
-    absent = (
-        tuple(rank for rank in range(min(world, limits.MAX_RANKS)) if rank not in here) if max(here) < world else ()
-    )
+    numbers = range(min(world, limits.MAX_RANKS) if max(here) < world else 0)
+    absent = tuple(number for number in numbers if number not in here)
     missing = ranks_of(absent, kind) if absent else f"{world - len(here)} of {world} {kind}s"
     gave_up = [ages[rank] for rank, state in here.items() if state.answer == "connected" and state.ended]
     obstacles: dict[str, list[int]] = {"unresolved": [], "unreached": [], "late": []}  # ranks that have no connection
@@ -206,7 +196,7 @@ def judge_other_lines(facts: RunFacts) -> Verdict | None:
     if lost := tuple(sorted(log.lost)):
         hosts = ", ".join(sorted(set(log.lost.values()))[:4])
         return facts.named("peer", waiting=lost, who=ranks_of(lost), hosts=hosts)
-    rows = {rank: error for rank, error in sorted(log.errors.items()) if words.TIMED_OUT.search(error)}
+    rows = {rank: error for rank, error in sorted(log.errors.items()) if TIMED_OUT.search(error)}
     if not rows or facts.states:
         return None
     return facts.named("in_vain", waiting=tuple(rows), who=ranks_of(list(rows)), evidence=tuple(rows.values())[:2])
@@ -251,11 +241,11 @@ def judge_states(facts: RunFacts) -> Verdict | None:
     waited = tuple(sorted(facts.gave_up))
     if busy := {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}:
         wait = f"rank states: {ranks_of(waited)} timed out waiting"
-        if all(activity.kind in words.LONG_PHASES for activity in busy.values()):
+        if all(activity.kind in LONG_PHASES for activity in busy.values()):
             return facts.blame_timeout(busy, wait, waited)
-        causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in words.LONG_PHASES]
+        causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
         return facts.verdict("failed", *causes, waiting=waited)
-    bad = [rank for rank, activity in what.items() if (activity.kind in words.ENDED and not activity.grace) or (
+    bad = [rank for rank, activity in what.items() if (activity.kind in ENDED and not activity.grace) or (
         activity.kind == "silent" and facts.ages.get(rank, 0.0) >= activity.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
     clean = [rank for rank in bad if facts.states[rank].ended and not facts.states[rank].error]
@@ -313,9 +303,8 @@ def judge_stacks(facts: RunFacts) -> Verdict | None:
     rows: dict[str, list[str]] = {}
     for name, stack in facts.stacks.items():
         call = next((frame.rpartition(" ")[2] for frame in stack if words.IN_CALL.search(frame)), "")
-        place = (
-            f"a collective ({call})" if call else " < ".join([f for f in stack if not words.PASSES_ON.search(f)][:8])
-        )
+        frames = [frame for frame in stack if not words.PASSES_ON.search(frame)]
+        place = f"a collective ({call})" if call else " < ".join(frames[:8])
         place = "the backward pass, which computes or waits for the others' gradients" if "backward" in call else place
         rows.setdefault(place, []).append(f"rank {name}" if isinstance(name, int) else name)
     listed = [f"{', '.join(who[:16])}{' ...' * (len(who) > 16)} {'is' if len(who) == 1 else 'are'} in {place}"

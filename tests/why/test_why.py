@@ -293,7 +293,7 @@ def gave_up(phase: str, killed_before: float = 0.0, error: str = TIMED_OUT, wait
     rows = {rank: [*before, *([] if rank == 2 else [call(9, done=False, at=NOW - waited)])] for rank in range(4)}
     states = {r: RankState(rank=r, written=NOW, phase="collective", ended=True, error=error) for r in range(4)}
     states[2] = RankState(rank=2, written=NOW - killed_before, phase=phase, since=NOW - 140, calls=8)
-    return of(rows, states=states, processes=GONE, **more)
+    return of(rows, states=states, processes=GONE, ages={**dict.fromkeys(rows, 0.0), 2: killed_before}, **more)
 
 
 def cut_short() -> RunFacts:
@@ -581,7 +581,7 @@ def outliers(count: int) -> ras.RasReport:
 NOTHING = Verdict(state="fine", line="no fault found")
 LATE = logged((0, "0", 10, 12))
 SILENT = ras.RasReport(comms=(ras.RasComm(id="1", size=2, ranks={
-    1: ras.RasRank(rank=1, host="n2", pid=9, missing="no answer")}),), total=1, most=2)  # fmt: skip
+    1: ras.RasRank(rank=1, host="n2", pid=9, missing="no answer")}),), total=1)  # fmt: skip
 EQUAL = [counts("AllReduce", dict.fromkeys(range(3), n)) for n in (8, 9)]
 BEHIND_ONE = [counts("AllReduce", {r: n - (r == 1) for r in range(3)}) for n in (8, 9)]
 ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10: 3}})
@@ -602,7 +602,7 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
         (NOTHING, SILENT, SILENT, ("stuck", (1,), "rank.silent"), ""),
         (NOTHING, replace(SILENT, timeouts=1), None, ("stuck", (1,), "rank.silent"), ""),
         (judge(LATE), ONE_LISTED, None, ("stuck", (2,), BEHIND), ""),
-        (judge(LATE), ras.RasReport(total=1, most=256), None, ("stuck", (), TIMEOUT), "which rank has not entered"),
+        (judge(LATE), ras.RasReport(total=1), None, ("stuck", (), TIMEOUT), "which rank has not entered"),
         (judge(waiting(phase="data")), counts("AllReduce", {r: 9 - (r == 0) for r in range(4)}), None,
          ("stuck", (2,), "rank.data"), "lists outliers"),  # it does not overrule the calls
     ],
