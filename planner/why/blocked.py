@@ -564,15 +564,15 @@ def signature(call: Call) -> tuple[object, ...]:
     return (call.op, *(_lengths(call) if call.op.lower() in _ALIKE else ()))
 
 
-def find_odd_rank(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
-    """The one rank that gloo ended by the sizes of its call, if all others of the job were alike in their last call."""
+def judge_odd_size(facts: RunFacts, ranks: tuple[int, ...]) -> Verdict | None:
+    """Name the one rank that gloo ended by the size of its call, if the last calls of all others were alike."""
     last = {rank: trace.calls[-1] for rank, trace in facts.traces.items() if trace.calls and rank not in ranks}
     alike = {(call.group, call.number, signature(call)) for call in last.values()}
     if len(ranks) != 1 or len(alike) != 1 or not 1 < len(last) == (facts.world or 0) - 1:
         return None
     evidence = tuple(f"rank {rank}: {describe(call)}" for rank, call in sorted(last.items()))[:8]
-    return make_cause("odd_size", ranks=ranks, evidence=(*evidence, facts.log.cut_short), who=ranks_of(ranks),
-                      others=ranks_of(sorted(last)), call=describe(next(iter(last.values()))))  # fmt: skip
+    return facts.named("odd_size", ranks=ranks, evidence=(*evidence, facts.log.cut_short), who=ranks_of(ranks),
+                       others=ranks_of(sorted(last)), call=describe(next(iter(last.values()))))  # fmt: skip
 
 
 def mismatch(rows: Mapping[int, Call], *, size: int | None, lines: Mapping[int, str]) -> Cause:

@@ -238,13 +238,8 @@ def judge_uneven_ends(facts: RunFacts) -> Verdict | None:
 def judge_states(facts: RunFacts) -> Verdict | None:
     """Use rank states without calls: ranks that have ended, are stopped, or are silent while others still write."""
     what = {rank: facts.activity(rank) for rank in facts.states}
-    waited = tuple(sorted(facts.gave_up))
     if busy := {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}:
-        wait = f"rank states: {ranks_of(waited)} timed out waiting"
-        if all(activity.kind in LONG_PHASES for activity in busy.values()):
-            return facts.blame_timeout(busy, wait, waited)
-        causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
-        return facts.verdict("failed", *causes, waiting=waited)
+        return _judge_work(busy, facts)
     bad = [rank for rank, activity in what.items() if (activity.kind in ENDED and not activity.grace) or (
         activity.kind == "silent" and facts.ages.get(rank, 0.0) >= activity.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
@@ -273,6 +268,16 @@ def judge_states(facts: RunFacts) -> Verdict | None:
     causes = [facts.cause_of(rank, what[rank], wait) for rank in sorted(bad)]
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
     return facts.verdict(state, *causes, waiting=tuple(sorted(set(facts.states) - set(bad))))
+
+
+def _judge_work(busy: Mapping[int, Activity], facts: RunFacts) -> Verdict:
+    """Return the verdict on ranks that were at work when the others gave up: the timeout may have been too short."""
+    waited = tuple(sorted(facts.gave_up))
+    wait = f"rank states: {ranks_of(waited)} timed out waiting"
+    if all(activity.kind in LONG_PHASES for activity in busy.values()):
+        return facts.blame_timeout(busy, wait, waited)
+    causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
+    return facts.verdict("failed", *causes, waiting=waited)
 
 
 def _is_waiting(rank: int, facts: RunFacts) -> bool:

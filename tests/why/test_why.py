@@ -436,7 +436,7 @@ def of_logs() -> Iterator[Row]:
         yield str(made), logged(*map(tuple, made), size=size), "stuck", tuple(ranks), code, ()
     # one has enqueued what the other waits in, and the other has left what it is in: no fault of the network
     yield "different calls", logged((0, "0", 122, 127), (1, "0", 126, 128), size=2), "stuck", (), TIMEOUT, (
-        "some have left number 122",)  # fmt: skip
+        "number 122 of group 0", "number 126 of group 0")  # fmt: skip
     waits, heard = (0, "", 10, None), "torch.distributed.DistBackendError: NCCL error in: x, remote process exited"
     yield ("who ended with its own error", logged(waits, errors={3: "ValueError: no rows", 1: heard}), "failed", (3,),
            "rank.gone", ("ValueError: no rows", "rank 0 timed out waiting"))  # fmt: skip
