@@ -408,7 +408,7 @@ def of_calls() -> Iterator[Row]:
             for rank in range(4)}  # fmt: skip
     yield "in a call that the others have left", of(left), "stuck", (2,), BEHIND, ("which the others have finished",)
     left = {rank: [call(45 if rank == 2 else 44, done=False, at=NOW - 60)] for rank in range(4)}
-    yield "one has left the call of the others", of(left), "stuck", (), TIMEOUT, ("some have left number 44",)
+    yield "one has left the call of the others", of(left), "stuck", (), TIMEOUT, ("number 44 of group 0",)
     yield "it has called ahead as well", ahead(), "stuck", (2,), BEHIND, ("which the others have finished",)
     yield ("it may have left since it dumped", ahead(taken=NOW - 30), "stuck", (),
            NETWORK, ())  # fmt: skip
