@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
-from rigs.tables import corpus_folder, hold_file
+from rigs.tables import PYPROJECT, corpus_folder, hold_file
 
 ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
@@ -31,7 +30,7 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+PYTEST = PYPROJECT["tool"]["pytest"]["ini_options"]
 TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "triton"}  # those are in every tier
 # Files that take half a minute or more start first, those that mostly wait before those that compute: one that started
 # last would run while the other workers are idle.

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]  # of the repository
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def corpus_folder() -> Path:
