@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 from pydantic import TypeAdapter
-from rigs.tables import ROOT, data_of, each_row
+from rigs.tables import PYPROJECT, ROOT, data_of, each_row
 
 from hardware.gpus import find_gpu, find_model, gpus, links, nvlink, refuses_peers, soldered, without_gdr
 from hardware.machines import machines as rows
@@ -21,7 +21,7 @@ from planner.recommend import frontier, recommend
 
 NAMES = data_of(__file__, "gpu_names.yaml")
 TABLES = sorted((ROOT / "hardware").glob("*.toml"))
-BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+BUILD = PYPROJECT["tool"]["hatch"]["build"]
 PACKAGES = BUILD["targets"]["wheel"]["packages"]
 
 

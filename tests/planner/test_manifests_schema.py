@@ -17,7 +17,7 @@ from nccl_env_hosts import cluster, host, interface, port, settings
 from rigs.crds import of_version, strict, validate
 from rigs.pods import Document, launched, templates
 from rigs.recorded import path_of, snapshot
-from rigs.tables import ROOT, data_of, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, hold_file, rows_of
 
 from agent.base.options import read_snapshots
 from planner.advice import Recommendation
@@ -180,9 +180,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     found = read_snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (*network_manifests.network(network_manifests.from_snapshots(found)), *SHARED_CLAIM)
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-        path.write_text(head + manifests.render(documents))
-    assert path.read_text() == head + manifests.render(documents)
+    hold_file(path, head + manifests.render(documents))
 
 
 @pytest.mark.corpus

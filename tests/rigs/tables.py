@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]  # of the repository
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def corpus_folder() -> Path:
@@ -117,6 +118,16 @@ def plain(record: Any) -> Any:
     if isinstance(record, Mapping):
         return {str(name): plain(value) for name, value in record.items()}
     return [plain(one) for one in record] if isinstance(record, tuple | list) else record
+
+
+def hold_file(path: Path, text: str, look: str = "read the difference") -> None:
+    """Compare a file with what it should hold; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it."""
+    rewrite = "run this test with TOPOFLIGHT_UPDATE_GOLDEN=1"
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.exists(), f"{path} is missing: {rewrite}, which writes it"
+    assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}. If it is intended, {rewrite}"
 
 
 def golden_rows(name: str, key: str, read: Callable[[dict[str, Any]], Any]) -> None:
