@@ -176,7 +176,7 @@ def _compare_replicas(scripts: Mapping[str, Script], *, over_ssh: bool) -> None:
                 # Two values are reported once. 0 is the default; the other pods of Volcano or a leader may have no rank
                 only_here = value != "0" and name != "NCCL_BUFFSIZE" and group[0].startswith("PyTorchJob")
                 reports = group == first if its else only_here
-                if value and value != its and OPEN not in value + its and reports:
+                if value and value.lower() != its.lower() and OPEN not in value + its and reports:
                     effect = f"have {name}={its}" if its else "do not set it"
                     script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=effect))
 

@@ -82,7 +82,7 @@ def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> 
 
     `before` are variables that are set before it; `line` is the number of the first line, or 0.
     """
-    variables, files = list(before), list[str]()
+    variables, files, unread = list(before), list[str](), list[Unread]()
     of_fish = read_table(__file__, "data/forms.toml")["fish"] if pattern("fish").match(text) else ()
     for expression, replacement in of_fish:
         text = re.sub(expression, replacement, text)
@@ -92,10 +92,11 @@ def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> 
             options = read_shell("sbatch " + given, line=line and line + number)
             variables += [each for settings in options.settings() for each in settings.values()]
             files += options.files
+            unread += options.unread
             if pattern("exports_none").match(row):  # the steps inherit it
                 variables.append(Assigned("SLURM_EXPORT_ENV", "NONE"))
     reader = _Reader(variables)
-    reader.script.files = files
+    reader.script.files, reader.script.unread = files, unread
     reader.follow_ways(text, line)
     return reader.script
 
@@ -136,6 +137,7 @@ class _Reader(Expander):
         self._left = ""  # how this block was left: exit, return, break or continue
         self._target = ""  # the file or program that gets the output; empty: none that is known
         self._written: dict[str, Inner] = {}  # what echo and printf write on this way, by target
+        self._input = OPEN  # the here-document that the next `read -d ''` reads
 
     # -- the whole text
 
@@ -211,7 +213,7 @@ class _Reader(Expander):
         for child in node.children or [node]:
             if child.type in _FOLLOW and child != node:
                 self._follow([child])
-            elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self.text(child)):
+            elif near and child.type != "comment" and not re.fullmatch(r"[\s<>&|;()\\]*", self.text(child)):
                 self._report(self.line(child), "unknown shell syntax")
 
     # -- control flow
@@ -325,7 +327,7 @@ class _Reader(Expander):
 
     def _title(self, nodes: Sequence[Node]) -> str:
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
-        return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
+        return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).replace(OPEN, "...").strip()[:80]
 
     def _follow_if(self, node: Node) -> None:
         """Follow the conditions of `if` up to the branch that is taken."""
@@ -445,6 +447,8 @@ class _Reader(Expander):
             inherited = {name: each for name, each in self.scope.variables.items() if each.exported}
             with self.during(scope=Shell(inherited), _left=""):
                 self.follow_text(inner.text, inner.line)
+        elif target == "read":
+            self._input = inner.text
         elif inner.text.strip(OPEN + "\n") and target not in _NAMES["idle"] and not target.startswith("/dev/"):
             self.script.inner.append(inner._replace(target=target.replace(OPEN, "...")))
 
@@ -607,11 +611,13 @@ class _Reader(Expander):
             if isinstance(part, Assigned):
                 sets = sets or is_judged(part.name)
                 self.set(part._replace(line=part.line or line), exported=True)
+            elif isinstance(part, Unread):
+                self._report(part.line or line, part.why)
             elif part.target == "":
                 self.script.files.append(part.text)
             else:
                 unread = len(self.script.unread)
-                self._pass_on(part._replace(line=part.line or line))
+                self._pass_on(part)
                 if idle:  # it may be prose: `git commit -m "..."`
                     del self.script.unread[unread:]
         sure = not idle and is_launcher(program)
@@ -650,9 +656,11 @@ class _Reader(Expander):
             self.script.files.append(arguments[0].raw + f" (line {line})" * bool(line))
 
     def _read_variables(self, program: str, arguments: Sequence[Word], line: int) -> None:
-        """Set the variables of read, mapfile or let to unknown values."""
+        """Set the variables of read, mapfile or let. Only a here-document of `read -d ''` is known."""
+        value = self._input if "" in [each.text for each in arguments] else OPEN
         for word in arguments:
-            self.set(Assigned(re.split(r"\W", word.text)[0], OPEN, f"(set by {program})", line))
+            self.set(Assigned(re.split(r"\W", word.text)[0], value, f"(set by {program})", line))
+        self._input = OPEN
 
     def _evaluate(self, program: str, arguments: Sequence[Word], line: int) -> None:
         """Follow the commands of eval as far as they are known. Report those of trap."""
