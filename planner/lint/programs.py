@@ -8,11 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from contracts.tables import read_table
 from planner.lint.script import NAMED, WORDS, Assigned, Inner, Unread, Word, pattern
 
-IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
-"""Prefix of variables that Apptainer's container gets without it."""
 MAX_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
 _NAMES = WORDS["shell"]
 
@@ -50,10 +47,10 @@ def is_idle(command: Sequence[Word]) -> bool:
 
 def list_removed(command: str, names: Iterable[str]) -> list[str]:
     """Return the variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
-    removed = read_table(__file__, "data/forms.toml")["removed"]
-    removed_here, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
+    removed, everything = set(pattern("removes_one").findall(command)), pattern("removes_all").match(command)
     command = re.sub(r"--container-env[= ]\S*", "", command)  # of the variables that reach srun's steps
-    return [n for n in names if n in removed_here or (everything and n not in command and not IN_CONTAINER.match(n))]
+    is_of_container = pattern("in_container").match
+    return [n for n in names if n in removed or (everything and n not in command and not is_of_container(n))]
 
 
 def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner | Unread]:
