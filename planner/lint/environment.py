@@ -89,6 +89,7 @@ def lint(
     conditions = {
         "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu()),
         "one_node": nodes == 1,
+        "no_nvlink": machine is not None and machine.lacks_nvlink(),
         "efa": machine is not None and machine.efa_count() > 0,
         "unknown": machine is None and nodes != 1,
         "several_nodes": machine is None and (nodes or 0) > 1,
@@ -107,7 +108,7 @@ def lint(
         findings += _judge_name(name, raw, case, resolved=False)
     findings += [finding("env.name.unexported", name, raw) for name, raw in read.unexported.items() if is_read(name)]
     if "one_gpu" in case.places:
-        environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
+        environment = {name: environment[name] for name in environment if name not in SETTINGS["no_effect"]["one_gpu"]}
     findings += _apply_rules(environment, {*environment, *read.unresolved, *read.also_set}, case.places)
     findings += machine.check(environment, case.version) if machine is not None else ()
     specific = [each for each in findings if each.code not in _GENERAL]
@@ -170,14 +171,10 @@ def _check_leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iter
             yield finding("env.gid.needless", name, value, version=version_text(case.version))
     elif entry.doc_class != "debugging" or not _has_effect(name, value, entry):
         return
-    elif "one_gpu" in case.places and name in SETTINGS["one_gpu"]["names"]:
-        yield finding("env.debug.leftover/one_gpu", name, value)
-    elif "one_node" in case.places and name in SETTINGS["one_node"]["names"]:
-        yield finding("env.debug.leftover/one_node", name, value)
+    elif places := [place for place in case.places if name in SETTINGS["no_effect"].get(place, ())]:
+        yield finding(f"env.debug.leftover/{places[0]}", name, value)
     elif case.vendor is not None:
         yield from _compare_with_vendor(name, value, case.vendor)
-    elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink():
-        yield finding("env.debug.leftover/pxn", name, value)
     else:
         off = re.fullmatch(SETTINGS["costly"].get(name, "(?!)"), value) is not None
         effect = SETTINGS["effect"].get(name, "it overrides what NCCL works out by itself")
