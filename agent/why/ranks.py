@@ -244,8 +244,16 @@ def _judge_run(folder: Path, beats: Heartbeats, limit: float) -> tuple[Verdict, 
         if verdict.state != "failed":
             break
         time.sleep(pause)
+    if verdict.state == "fine" and not verdict.sources:
+        verdict = mark_unwritten(verdict, folder)
     unknown = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
     return replace(verdict, unknown=unknown), facts
+
+
+def mark_unwritten(verdict: Verdict, folder: Path | None, nothing: str = "") -> Verdict:
+    """Return the verdict if no source shows the state of the run; with a folder, also what would show it there."""
+    verdict = replace(verdict, state="unknown", line=f"unknown: {nothing}no source shows the state of the run")
+    return verdict if folder is None else replace(verdict, unknown=()).with_question("unwritten", folder=folder)
 
 
 class _DumpRequests:
@@ -262,7 +270,7 @@ class _DumpRequests:
         is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
         if is_suspicious and now - self.suspected_at < MAX_SUSPICION_SECONDS:
             self._pause = min(self._pause, SUSPICION_SECONDS)
-        if now - self._requested_at < self._pause:
+        if not verdict.sources or now - self._requested_at < self._pause:  # without a source there is no rank to ask
             return
         if not request_dumps(self._folder) and not self._warned:
             self._warn(f"cannot write into {self._folder}: the ranks dump their calls only when they stall")
@@ -290,13 +298,11 @@ def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], N
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:
     """Write the verdict into the run's folder, and a fault as a note into its record. False: not written."""
-    from agent.base.output import render
+    from agent.base.output import render, write_atomic
 
-    draft, written = folder / ".why.json.draft", False
+    written = False
     with suppress(OSError):
-        draft.write_text(render(verdict, "json"), encoding="utf-8")
-        draft.replace(folder / run_record.WHY)
-        written = True
+        written = bool(write_atomic(folder / run_record.WHY, render(verdict, "json")))
     with suppress(OSError, run_record.RecordError):
         record = run_record.read(folder / "run.json")
         if (note := run_record.watched(folder)) and note not in record.notes:
