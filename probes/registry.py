@@ -71,7 +71,8 @@ def report_failures(snapshot: Snapshot) -> tuple[Finding, ...]:
             subject=name,
             message=f"the {name} probe could not finish: {outcome.error}",
             evidence=(f"{outcome.seconds:.1f} s: {outcome.error}",),
-            remedy="Run `topoflight scan` on the host itself and look at dmesg; a hung driver needs a reboot.",
+            remedy="If a file of the host is missing here, scan on the host itself. If there was no answer in time, "
+            "look at dmesg: a hung driver needs a reboot.",
         )
         for name, outcome in snapshot.outcomes.items()
         if isinstance(outcome, Failed)
