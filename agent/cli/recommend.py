@@ -42,7 +42,10 @@ def recommend(
     if (sweep or compare) and form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
     if sweep:
-        _run_sweep(request, sweep, form)
+        from agent.advice.advise import forecast_frontier
+
+        points = forecast_frontier(request, _parse_numbers(sweep))
+        emit([asdict(point) for point in points], form, lambda out: _print_sweep(out, request, points))
         return
     snapshots = request.read_hosts()
     if compare:
@@ -98,13 +101,6 @@ def _parse_numbers(text: str) -> list[int]:
         allowed = f"nodes=1,2,4 with at most {MAX_POINTS} numbers up to {find_most('nodes')}"
         raise click.UsageError(f"--sweep {text}: must be {allowed}")
     return [int(word) for word in entries]
-
-
-def _run_sweep(request: Request, text: str, form: str) -> None:
-    from agent.advice.advise import forecast_frontier
-
-    points = forecast_frontier(request, _parse_numbers(text))
-    emit([asdict(point) for point in points], form, lambda out: _print_sweep(out, request, points))
 
 
 def _print_sweep(out: Console, request: Request, points: Sequence[FrontierPoint]) -> None:
