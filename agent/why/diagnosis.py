@@ -76,8 +76,8 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        nothing = "no fault was found in the logs, but " * bool(found and not verdict.causes)
-        verdict = mark_unwritten(verdict, sources.run, nothing)
+        seen = f"{verdict.causes[0].message}; " if verdict.causes else "the logs show no fault, but " * bool(found)
+        verdict = mark_unwritten(verdict, sources.run, seen)
     again = sources.again
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, ends.values())), None)):
         again = f"it {requeued[1]}"

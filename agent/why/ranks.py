@@ -250,9 +250,9 @@ def _judge_run(folder: Path, beats: Heartbeats, limit: float) -> tuple[Verdict, 
     return replace(verdict, unknown=unknown), facts
 
 
-def mark_unwritten(verdict: Verdict, folder: Path | None, nothing: str = "") -> Verdict:
+def mark_unwritten(verdict: Verdict, folder: Path | None, seen: str = "") -> Verdict:
     """Return the verdict if no source shows the state of the run; with a folder, also what would show it there."""
-    verdict = replace(verdict, state="unknown", line=f"unknown: {nothing}no source shows the state of the run")
+    verdict = replace(verdict, state="unknown", line=f"unknown: {seen}no source shows the state of the run")
     return verdict if folder is None else replace(verdict, unknown=()).with_question("unwritten", folder=folder)
 
 
