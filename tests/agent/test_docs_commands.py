@@ -369,7 +369,10 @@ def diagnoses() -> set[str]:
     text = "".join(place.read_text(encoding="utf-8") for place in places)
     found = set(re.findall(r"\"((?:rank|ranks|call|link|all|timeout|step|model|rendezvous)\.[a-z]+)\"", text))
     words = tomllib.loads((ROOT / "planner/why/why.toml").read_text(encoding="utf-8"))
-    found |= {*words["code"].values(), *(row["code"] for row in words["cause"].values() if "_" not in row["code"])}
+    found |= {
+        *(row["code"] for row in words["kind"].values() if "code" in row),
+        *(row["code"] for row in words["cause"].values() if "_" not in row["code"]),
+    }
     return found | set(re.findall(r"code=\"([a-z]+)\"", text))
 
 
