@@ -22,7 +22,7 @@ from hardware.machines import catalogue
 from hardware.units import GIGA
 from topology.expected import Paths, exact_rate
 from topology.graph import nvlink_bytes_per_second, pcie_bytes_per_second
-from topology.paths import pcie_generations
+from topology.paths import RAW_OVER_PLAN, pcie_generations
 
 MIB = 1 << 20
 _DOMAIN = 72  # GPUs of an NVL72
@@ -135,6 +135,7 @@ def place(row: Row) -> Paths:
         raise PlaceError(f"{row.machine}: one rank")
     if gpu is not None and gpu.links and nvlink_bytes_per_second(gpu.compute_capability) is None:
         raise PlaceError(f"{row.machine}: no model for the links of {gpu.name}")
+    wire = _limit_by_gpus(row, gpu, wire)
     inside, link = _inside(row, text, gpu, instance, wire)
     groups, wire = _groups(row, text, gpu, wire)
     capability = gpu.compute_capability if gpu else None
@@ -148,6 +149,15 @@ def place(row: Row) -> Paths:
         wire=wire if groups > 1 else None,
         sources=(row.machine,),
     )
+
+
+def _limit_by_gpus(row: Row, gpu: Gpu | None, wire: Interval | None) -> Interval | None:
+    """Limit the network of a host to what the PCIe links of its GPUs carry, as `topology.paths` does."""
+    if gpu is None or gpu.grace or wire is None or (gpu.compute_capability or (0, 0)) >= (10, 3):
+        return wire  # C2C, or the PCIe 6 switch of the NIC
+    slot = pcie_bytes_per_second(_SPEEDS[pcie_generations(gpu.compute_capability)[1]], 16) or 0.0
+    reach = row.gpus_per_node * slot
+    return exact_rate(reach) if 0 < reach * RAW_OVER_PLAN < wire.high else wire
 
 
 def _nvls(row: Row) -> bool | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from contracts.tables import read_table
+
+Nearness = Literal["PIX", "PXB", "PHB", "NODE", "SYS"]  # `nvidia-smi topo` label of a path to a NIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,9 @@ class Machine:
     product: str | None = None  # matched against DMI's product name; the row then requires a match
     other_sizes: tuple[int, ...] = ()  # GPU counts of other sizes with the same DMI product name
     sku: str | None = None  # name of a recognised machine, if it differs from `name`
-    gpu_nic: str | None = None  # `nvidia-smi topo` label between a GPU and its nearest NIC
-    gpu_nic_farthest: str | None = None  # most distant label of a healthy host, if vendors' boards differ
-    basis: str = "seen"  # "seen" in real output, or "stated" by vendors' documents
+    gpu_nic: Nearness | None = None  # between a GPU and its nearest NIC
+    gpu_nic_farthest: Nearness | None = None  # most distant label of a healthy host, if vendors' boards differ
+    basis: Literal["seen", "stated"] = "seen"  # "seen" in real output, or "stated" by vendors' documents
     seen: str | None = None  # source of the healthy topology, if not `source`
     topology_file: str | None = None  # series in the names of Azure's files in /opt/microsoft
 
@@ -87,9 +89,14 @@ def catalogue() -> tuple[Known, ...]:
     return tuple(row for row in machines() if isinstance(row, Known))
 
 
-def machine_of_host(model: str | None, gpus: int, product: str | None) -> Machine | None:
-    """Return the first row that matches a host's GPU model, GPU count and DMI product name; None if none matches."""
-    row = next((row for row in machines() if model and _matches(row, model, gpus, product)), None)
+def machine_of_host(model: str | None, gpus: int, product: str | None, links: int = 0) -> Machine | None:
+    """Return the first row that matches a host's GPU model, GPU count and DMI product name; None if none matches.
+
+    `links`: most NVLinks between two GPUs. A machine whose pairs have fewer is another one: four GPUs with NV12 are
+    half of a board with a switch, and no HGX A100 4-GPU.
+    """
+    enough = (row for row in machines() if links <= max(row.links_per_pair, default=links))
+    row = next((row for row in enough if model and _matches(row, model, gpus, product)), None)
     return row if row and gpus not in row.other_sizes else None
 
 

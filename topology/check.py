@@ -16,12 +16,11 @@ from probes.api import finding, list_codes
 from probes.rdma.facts import OTHER, RAIL, RdmaDevice
 from topology.derive import explain_virtual, find_reference
 from topology.graph import UNKNOWN, NearestNic, NicNode, NodeTopology, Pair, Pairs, PathClass, rank
-from topology.paths import gigabytes, is_behind_own_switch
+from topology.paths import RAW_OVER_PLAN, gigabytes, is_behind_own_switch
 
 TEXTS = read_table(__file__, "findings.toml")
 CODES = list_codes(TEXTS)
 
-RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL assumes 48; the ratio is the same from generation 3 on
 _RDMA = ("hca", "efa")
 _NO_ADAPTER = ("ethernet", "rxe", "siw")  # TCP sockets, and RDMA in software
 _GDR_NUMBERS = (PathClass.LOC, PathClass.PIX, PathClass.PXB, PathClass.PHB, PathClass.SYS)

@@ -58,9 +58,10 @@ def complete(node: NodeTopology, *, is_physical: bool = False) -> NodeTopology:
 
 
 def find_reference(node: NodeTopology) -> Machine | None:
-    """Return the machine row by GPU model, GPU count and product name; None if unknown or if no row matches."""
+    """Return the machine row by GPU model, GPU count, NVLinks and product name; None if unknown or if none matches."""
     models = {gpu.model for gpu in node.gpus if gpu.model}
-    return machine_of_host(models.pop(), len(node.gpus), node.product) if len(models) == 1 else None
+    links = max((pair.nvlinks for pair in node.pairs), default=0)
+    return machine_of_host(models.pop(), len(node.gpus), node.product, links) if len(models) == 1 else None
 
 
 _text = read_texts(__file__, "texts.toml")

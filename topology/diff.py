@@ -162,9 +162,9 @@ def _list_gpu_traits(gpu: Gpu) -> Iterator[Trait]:
 
 def _list_pci_traits(facts: PciFacts) -> Iterator[Trait]:
     yield from _read_rows("pci", facts)
-    acs = [device.acs_source_validation for device in facts.devices if device.acs_source_validation is not None]
+    acs = [device.acs_redirects for device in facts.devices if device.acs_redirects is not None]
     if acs:
-        yield from _trait("bridges with ACS on", "", sum(acs), WARN)
+        yield from _trait("bridges where ACS redirects", "", sum(acs), WARN)
     for device in facts.devices:
         if device.class_code >> 16 == 0x02 and device.physical_function is None:
             yield from _read_rows("pci_device", device, device.bus_id)

@@ -40,8 +40,7 @@ _text = read_texts(__file__, "texts.toml")
 def count_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
     """Count a GPU's active links by end, ((kind, bus id), count), in order of first appearance."""
     ends = ((link.remote_kind, link.remote_bus_id) for link in gpu.nvlinks if link.active)
-    unknown = (None, UNREAD)
-    targets = (("unknown" if kind in unknown else kind, None if end == UNREAD else end) for kind, end in ends)
+    targets = (("unknown" if kind in (None, UNREAD) else kind, None if end == UNREAD else end) for kind, end in ends)
     return tuple(Counter(targets).items())
 
 

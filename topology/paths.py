@@ -25,6 +25,7 @@ from topology.derive import find_reference
 from topology.expected import OPS, ExpectedBandwidth, Paths, exact_rate, expect_bandwidth, rate_between
 from topology.graph import (
     UNKNOWN,
+    Device,
     Expectation,
     GpuNode,
     Island,
@@ -39,9 +40,14 @@ from topology.graph import (
 
 _text = read_texts(__file__, "texts.toml")
 
+BarName = Literal["with current links", "when healthy"]
+CURRENT: Final = "with current links"
+HEALTHY: Final = "when healthy"
+
 # NCCL's plan
 
 Plan = tuple[float | None, tuple[str, ...]]  # (bytes per second per direction, derivation); None: not derivable
+RAW_OVER_PLAN = 63.0 / 48.0  # PCIe 5.0 x16 carries 63 GB/s, NCCL assumes 48; the ratio is the same from generation 3 on
 _LARGEST_RING = 16  # GPUs; limits the search for an NVLink ring, and no node on the market has more
 
 
@@ -157,14 +163,19 @@ def is_behind_own_switch(nic: NicNode, gpus: Iterable[GpuNode]) -> bool:
     return fast and any((gpu.compute_capability or (0, 0)) >= (10, 3) for gpu in gpus)
 
 
-def usable_rate(nic: NicNode, gpus: Iterable[GpuNode]) -> float | None:
+def usable_rate(nic: NicNode, gpus: Iterable[GpuNode], bar: BarName = CURRENT) -> float | None:
     """Return the rate of a NIC for these GPUs: that of its ports, limited by its PCIe link. None if unknown."""
-    if nic.active is False:
+    if nic.active is False and bar == CURRENT:
         return 0.0
     if nic.rate_bytes_per_second is None or is_behind_own_switch(nic, gpus):
         return nic.rate_bytes_per_second
-    link = nic.pcie_running_bytes_per_second or nic.pcie_bytes_per_second
-    return min(nic.rate_bytes_per_second, link or nic.rate_bytes_per_second)
+    return min(nic.rate_bytes_per_second, _find_link_rate(nic, bar))
+
+
+def _find_link_rate(device: Device, bar: BarName = CURRENT) -> float:
+    """Return the rate of a device's PCIe link in NCCL's plan, or of its slot when healthy; infinite if unknown."""
+    running = device.pcie_running_bytes_per_second if bar == CURRENT else None
+    return running or device.pcie_bytes_per_second or float("inf")
 
 
 def plan_rail(node: NodeTopology, rail: Rail) -> Plan:
@@ -182,10 +193,9 @@ def plan_rail(node: NodeTopology, rail: Rail) -> Plan:
         steps.append(f"{nic.name}: active ports {gigabytes(nic.rate_bytes_per_second)}, {slot}: {gigabytes(rate)}")
     value = sum(rates)
     gpus = [gpu for gpu in node.gpus if gpu.name in rail.gpus]
-    links = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
-    reach = sum(link for link in links if link is not None)
+    reach = sum(map(_find_link_rate, gpus))
     slowed = [gpu for gpu in gpus if gpu.pcie_running_bytes_per_second]
-    if slowed and None not in links and reach < value:  # a healthy slot does not limit the plan: NCCL has its own rates
+    if slowed and reach < value:  # a healthy slot does not limit the plan: NCCL has its own rates
         steps += [f"{gpu.name} runs at {gpu.pcie_link}: {gigabytes(reach)} into the GPUs of the rail" for gpu in slowed]
         value = reach
     return value, (*steps, f"rail {rail.rail}: {gigabytes(value)} from one node to the next, each way")
@@ -193,9 +203,6 @@ def plan_rail(node: NodeTopology, rail: Rail) -> Plan:
 
 # The links of ranks
 
-BarName = Literal["with current links", "when healthy"]
-CURRENT: Final = "with current links"
-HEALTHY: Final = "when healthy"
 _X16 = {gen: pcie_bytes_per_second(speed, 16) or 0.0 for gen, speed in ((3, 8e9), (4, 16e9), (5, 32e9))}
 LinkRate = tuple[str | None, Interval | None, tuple[str, ...]]  # (kind of link, bytes/s per direction, sources)
 _NETWORKS = (("RDMA", ("efa", "hca")), ("sockets", ("ethernet",)))
@@ -365,13 +372,11 @@ def _describe_nvlink(gpus: tuple[GpuNode, ...], count: int, *, switched: bool, t
 
 
 def _describe_pcie(node: NodeTopology, gpus: tuple[GpuNode, ...], pairs: Pairs, bar: BarName) -> LinkRate:
-    running = [gpu.pcie_running_bytes_per_second or gpu.pcie_bytes_per_second for gpu in gpus]
-    slots = [gpu.pcie_bytes_per_second for gpu in gpus]
-    rates = [rate for rate in (slots if bar == HEALTHY else running) if rate is not None]
+    rates = [_find_link_rate(gpu, bar) for gpu in gpus]
     peers = [pairs.get(a.name, b.name) for a, b in combinations(gpus, 2)]
     labels = sorted({pair.label if pair else UNKNOWN for pair in peers})
     texts = [f"no ring of NVLinks joins these GPUs: {', '.join(labels)}"]
-    if len(rates) == len(gpus):
+    if float("inf") not in rates:
         link = exact_rate(min(rates))
         texts.append(f"the slowest PCIe link carries {min(rates) / GIGA:.3g} GB/s in NCCL's plan")
     else:
@@ -418,19 +423,18 @@ def _sum_nics(node: NodeTopology, gpus: tuple[GpuNode, ...], nics: list[NicNode]
     known_rates = [rate for rate in rates if rate is not None]
     if not known_rates or len(known_rates) < len(rates):
         return None, None, (f"the rate of the {nics[0].kind} devices is not known",)
-    text = f"{len(used)} {used[0].kind} devices carry {gigabytes(sum(known_rates))} together"
+    total, reach = sum(known_rates), sum(_find_link_rate(gpu, bar) for gpu in gpus)
+    text = f"{len(used)} {used[0].kind} devices carry {gigabytes(total)} together"
     if name == "sockets":
-        return name, rate_between(min(known_rates), sum(known_rates)), (f"{text}; NCCL chooses which of them it takes",)
+        return name, rate_between(min(known_rates), total), (f"{text}; NCCL chooses which of them it takes",)
+    by_links = not (node.virtual or any(gpu.c2c for gpu in gpus) or is_behind_own_switch(used[0], gpus))
+    if by_links and 0 < reach * RAW_OVER_PLAN < total:  # a link carries more than NCCL plans with
+        total, text = reach, f"{text}, and the PCIe links of these GPUs {gigabytes(reach)}"
     # one GPU with a far NIC sends through another GPU; if most NICs are far, the board was designed so
     far = 2 * sum(not each.gdr_by_default for each in nearest) > len(nearest)
-    return (f"{name} without GPUDirect" if far else name), exact_rate(sum(known_rates)), (text,)
+    return (f"{name} without GPUDirect" if far else name), exact_rate(total), (text,)
 
 
 def _find_best_rate(nic: NicNode, equals: list[NicNode], gpus: tuple[GpuNode, ...]) -> float | None:
     """Return the highest rate of this kind of NIC on the host, by port and slot; also for a port that is down."""
-    reached = [
-        rate if is_behind_own_switch(other, gpus) else min(rate, other.pcie_bytes_per_second or rate)
-        for other in equals
-        if other.kind == nic.kind and (rate := other.rate_bytes_per_second)
-    ]
-    return max(reached, default=None)
+    return max(usable_rate(other, gpus, HEALTHY) or 0.0 for other in equals if other.kind == nic.kind) or None

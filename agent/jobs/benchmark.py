@@ -40,11 +40,10 @@ from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from probes.rdma.probe import find_nccl_gid_index
 from probes.registry import ALL
 from topology.build import build
-from topology.check import RAW_OVER_PLAN
 from topology.cluster import join
 from topology.expected import OPS as JUDGED_OPS, ExpectedBandwidth, Paths, expect_bandwidth
 from topology.graph import NicNode
-from topology.paths import CURRENT, HEALTHY, BarName, RequiredLinks, host_links, join_hosts
+from topology.paths import CURRENT, HEALTHY, RAW_OVER_PLAN, BarName, RequiredLinks, host_links, join_hosts
 
 _NVLS_SINCE = (2, 17)  # release of NCCL
 BENCH_SECONDS, QUICK_SECONDS = 20.0, 6.0

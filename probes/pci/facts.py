@@ -30,7 +30,7 @@ class PciDevice:
     link_transfers_per_second_max: float | None = None
     link_width: int | None = None
     link_width_max: int | None = None
-    acs_source_validation: bool | None = None  # from configuration space, readable only by root
+    acs_redirects: bool | None = None  # peer-to-peer traffic; from configuration space, readable only by root
     iommu_group: int | None = None
     physical_function: str | None = None  # bus id of the physical function, if this is an SR-IOV VF
     rdma: bool | None = None  # whether a NIC has an infiniband/ folder; None for other classes

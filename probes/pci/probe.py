@@ -184,11 +184,11 @@ def list_peer_ports(facts: PciFacts) -> set[str]:
 def _check_acs(facts: PciFacts) -> Iterator[Finding]:
     ports = list_peer_ports(facts)
     judged = [d for d in facts.devices if d.bus_id in ports]
-    redirecting = [d.bus_id for d in judged if d.acs_source_validation]
+    redirecting = [d.bus_id for d in judged if d.acs_redirects]
     if redirecting:  # only ports on paths between GPUs and their peers are checked
-        evidence = tuple(f"{DEVICES}/{b}/config: ACS Control, Source Validation on" for b in redirecting[:MAX_EVIDENCE])
+        evidence = tuple(f"{DEVICES}/{b}/config: ACS Control, redirection on" for b in redirecting[:MAX_EVIDENCE])
         yield finding(TEXTS, "pci.acs.on", Status.FAIL, "", evidence, count=len(redirecting))
-    elif any(d.acs_source_validation is None for d in judged):
+    elif any(d.acs_redirects is None for d in judged):
         evidence = tuple(f"{DEVICES}/{p}/config: extended part not readable" for p in sorted(ports)[:MAX_EVIDENCE])
         yield finding(TEXTS, "pci.acs.unknown", Status.UNKNOWN, "", evidence)
 
@@ -253,9 +253,9 @@ def samples(facts: PciFacts) -> Iterator[Sample]:
     yield from sample_facts(__file__, facts)
     if facts.iommu_mode:
         yield Sample(metric="pci_iommu_info", value=1, labels=(facts.iommu_mode,))
-    acs = [d.acs_source_validation for d in facts.devices if d.acs_source_validation is not None]
+    acs = [d.acs_redirects for d in facts.devices if d.acs_redirects is not None]
     if acs:
-        yield Sample(metric="pci_acs_source_validation_devices", value=float(sum(acs)))
+        yield Sample(metric="pci_acs_redirecting_ports", value=float(sum(acs)))
     for device in facts.devices:
         width, possible = device.link_width, _get_smaller(facts, device, "link_width_max")
         if not is_bridge(device.class_code) and width and possible:

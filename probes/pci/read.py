@@ -224,7 +224,8 @@ CONFIG_BYTES = 4096
 
 _EXTENDED_START = 0x100
 _MAX_EXTENDED = (CONFIG_BYTES - _EXTENDED_START) // 8  # maximum length of a valid chain; an invalid one may loop
-_ACS, _ACS_CONTROL, _SOURCE_VALIDATION = 0x000D, 6, 1 << 0
+_ACS, _ACS_CONTROL = 0x000D, 6
+_REDIRECT = 1 << 2 | 1 << 3 | 1 << 5  # requests, completions, egress control: Linux drivers/pci/p2pdma.c
 
 
 def parse_config(config: bytes) -> dict[str, Any]:
@@ -237,8 +238,8 @@ def parse_config(config: bytes) -> dict[str, Any]:
     acs: bool | None = False if readable else None
     if _ACS in extended:
         control = _unpack("<H", config, extended[_ACS] + _ACS_CONTROL)
-        acs = None if control is None else bool(control & _SOURCE_VALIDATION)
-    return {"acs_source_validation": acs}
+        acs = None if control is None else bool(control & _REDIRECT)
+    return {"acs_redirects": acs}
 
 
 def _walk_extended(config: bytes) -> Iterator[tuple[int, int]]:

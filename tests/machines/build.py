@@ -5,11 +5,8 @@ shape. The probes are run on each, and what they asked is the recording. `--chec
 file differs from what would be written.
 """
 
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -131,7 +128,7 @@ def _describe(name: str) -> Callable[[Tree], Machine]:
         for root, numa, *devices in [*whole["pci"], *changes.get("more_pci", ())]:
             tree.pci(root, numa, *(_device(each, nets, changes) for each in devices))
         for net in nets.values():
-            if not (tree.root / f"sys/class/net/{net.name}").exists():
+            if f"/sys/class/net/{net.name}" not in tree.links:
                 tree.netdev(net)
         words = _frozen({**whole["machine"], **changes.get("machine", {})})
         words["cpu"] = CPUS[words["cpu"]]
@@ -151,23 +148,20 @@ BESIDE_RAILS = ("lom", "one-cable", "same-cards", "spark")  # NICs that are no r
 ELSEWHERE = ("demo", "four-rails", "r760xa-ipvlan", "sriov-pod", "hgx-roce", *BESIDE_RAILS, "lost-gpus", "lost-hca")
 
 
-@contextmanager
-def built(describe: Callable[[Tree], Machine]) -> Iterator[tuple[Host, Machine]]:
-    """The machine as a host whose files lie in a folder, for as long as it is asked."""
-    memory = "/dev/shm"  # thousands of small files
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        tree = Tree(Path(folder))
-        machine = describe(tree)
-        write_host(tree, machine)
-        yield cast("Host", BuiltHost(Path(folder), machine)), machine
+def built(describe: Callable[[Tree], Machine]) -> Host:
+    """The machine as a host."""
+    tree = Tree()
+    machine = describe(tree)
+    write_host(tree, machine)
+    return cast("Host", BuiltHost(tree, machine))
 
 
 def record(describe: Callable[[Tree], Machine]) -> dict[str, Json]:
     """Run the probes on the machine, and return what they were told."""
-    with built(describe) as (host, machine):
-        recorder = RecordingHost(host)
-        scan(cast("Host", recorder))
-        return pack_archive(recorder.answers["identity"][""], recorder.answers, machine.source)
+    host = built(describe)
+    recorder = RecordingHost(host)
+    scan(cast("Host", recorder))
+    return pack_archive(recorder.answers["identity"][""], recorder.answers, cast("BuiltHost", host).machine.source)
 
 
 def main(check: bool) -> int:

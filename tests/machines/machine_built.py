@@ -1,17 +1,14 @@
-"""A machine that is described rather than found: a folder for its files, answers for everything else."""
+"""A machine that is described rather than found: its files, and answers for everything else."""
 
 import errno
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
+from dicthost import DictHost, tree_of
 from machine_nvml import NvmlAnswers
 from machine_tree import Netdev, Tree
 
-from probes.host.live import LiveHost
 from probes.host.protocol import GpuHandle, Json
-from probes.host.recording import RecordedHost
 
 CONTAINER_CAPS = 0x00000000A80425FB  # the container engines' default set
 ALL_CAPS = 0x000001FFFFFFFFFF
@@ -62,19 +59,33 @@ class Machine:
     port_links: dict[str, dict[str, Json]] = field(default_factory=dict)  # interface -> what its driver answers
 
 
-class BuiltHost(RecordedHost):
-    """Files from the folder, the rest from the description, as a recording would hold it."""
+class BuiltHost(DictHost):
+    """A bare host, on which nothing of NCCL is set and pyverbs is not installed, as on most."""
 
-    def __init__(self, root: Path, machine: Machine) -> None:
-        super().__init__({"hostname": machine.hostname, "captured_at": BUILT_AT, "answers": _answers(machine)})
+    def __init__(self, tree: Tree, machine: Machine) -> None:
+        cpu, nets = machine.cpu, machine.netdevs
+        addresses = [address_of(net, address) for net in nets for address in net.addresses]
+        cores = cpu.threads // (1 if cpu.architecture == "aarch64" else 2)  # Grace has one thread a core
+        super().__init__(
+            tree.files, tree.links, shm=machine.shm,
+            limits={"NPROC": (None, None), "NOFILE": (1048576, 1048576), "CORE": (0, None),  # systemd's defaults
+                    "MEMLOCK": machine.memlock},
+            netlink={"links": [link_of(net) for net in nets], "addresses": addresses,
+                     "routes": routes_of(nets, machine.default_route)},
+            port_links={net.name: machine.port_links.get(net.name, {"$errno": "ENOTSUP"}) for net in nets},
+            cpu={"logical": cpu.threads, "physical": cores, "load_average": [0.5, 0.5, 0.5],
+                 "memory_bytes": cpu.memory_gib << 30},
+        )  # fmt: skip
         self.machine = machine
-        files = LiveHost(str(root))
-        self.read_text, self.read_bytes, self.list_dir = files.read_text, files.read_bytes, files.list_dir
-        self.resolve, self.exists, self.usable = files.resolve, files.exists, files.exists  # device nodes open
 
     def identity(self) -> dict[str, Json]:
         """In the order of a live host's answer, which the recordings have."""
-        return dict(self.content["answers"]["identity"][""])
+        machine = self.machine
+        return {
+            "hostname": machine.hostname, "pid": 17, "uid": machine.uid, "kernel": machine.kernel,
+            "architecture": machine.cpu.architecture, "time": BUILT_AT,
+            "home": "/home/user" if machine.uid else "/root",
+        }  # fmt: skip
 
     def nvml(self, symbol: str, *arguments: GpuHandle | int | str) -> Json:
         """The machine's GPUs."""
@@ -85,29 +96,6 @@ class BuiltHost(RecordedHost):
         if self.machine.uid:
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), "kernel log")
         return tuple(line for line in self.machine.kernel_log if word in line)
-
-
-def _answers(machine: Machine) -> dict[str, Any]:
-    """Of a bare host, on which nothing of NCCL is set and pyverbs is not installed, as on most."""
-    cpu, nets = machine.cpu, machine.netdevs
-    addresses = [address_of(net, address) for net in nets for address in net.addresses]
-    netlink = {"links": [link_of(net) for net in nets], "addresses": addresses}
-    unlimited = {"NPROC": [None, None], "NOFILE": [1048576, 1048576], "CORE": [0, None]}  # systemd's defaults
-    return {
-        "identity": {"": {
-            "hostname": machine.hostname, "pid": 17, "uid": machine.uid, "kernel": machine.kernel,
-            "architecture": cpu.architecture, "time": BUILT_AT, "home": "/root" if machine.uid == 0 else "/home/user",
-        }},
-        "cpu": {"": {  # half of the threads are cores on x86; Grace has one thread a core
-            "logical": cpu.threads, "physical": cpu.threads // (1 if cpu.architecture == "aarch64" else 2),
-            "load_average": [0.5, 0.5, 0.5], "memory_bytes": cpu.memory_gib << 30,
-        }},
-        "limit": {**unlimited, "MEMLOCK": list(machine.memlock)},
-        "statvfs": {"/dev/shm": list(machine.shm)},
-        "netlink": {**netlink, "routes": routes_of(nets, machine.default_route)},
-        "port_link": {net.name: machine.port_links.get(net.name, {"$errno": "ENOTSUP"}) for net in nets},
-        "verbs": {"version": {"$import": "No module named 'pyverbs'"}},
-    }  # fmt: skip
 
 
 def link_of(net: Netdev) -> dict[str, Json]:
@@ -155,40 +143,28 @@ def routes_of(nets: tuple[Netdev, ...], default: int | None) -> list[dict[str, J
 def write_host(tree: Tree, machine: Machine) -> None:
     """/proc, DMI, NUMA nodes and modules."""
     cpu = machine.cpu
-    tree.write("/proc/cpuinfo", "\n".join(_processor(cpu, number) for number in range(cpu.threads)))
-    tree.write("/proc/cmdline", machine.cmdline)
-    tree.write("/proc/self/status", f"Name:\tpython\nCapEff:\t{machine.capabilities:016x}\nSeccomp:\t0")
-    tree.write("/proc/self/cgroup", "0::/kubepods/pod1/c1" if machine.container == "kubernetes" else "0::/")
-    tree.write("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids")
-    tree.write("/proc/sys/kernel/numa_balancing", 0)
-    tree.write("/sys/class/dmi/id/sys_vendor", machine.vendor)
-    tree.write("/sys/class/dmi/id/product_name", machine.product)
-    tree.write("/etc/os-release", f'PRETTY_NAME="{machine.os}"')
+    tree.add("host", it=machine)
+    flags = "fpu sse2 hypervisor" if cpu.hypervisor else "fpu sse2"
+    texts = []
+    for number in range(cpu.threads):
+        socket = next(i for i, cpus in enumerate(_by_socket(cpu)) if number in cpus)
+        files, _ = tree_of(f"cpu {cpu.architecture}", number=number, socket=socket, flags=flags, it=cpu)
+        texts += files.values()
+    tree.write("/proc/cpuinfo", "\n".join(texts))
     nodes = {**cpu.nodes, **dict.fromkeys(cpu.memory_only_nodes, "")}
     for node, cpus in nodes.items():
-        folder = f"/sys/devices/system/node/node{node}"
-        tree.write(f"{folder}/cpulist", cpus)
-        tree.write(f"{folder}/meminfo", f"Node {node} MemTotal: {cpu.memory_gib * 1048576 // len(cpu.nodes)} kB")
-        tree.write(f"{folder}/distance", " ".join("10" if other == node else "21" for other in nodes))
-    if machine.container == "kubernetes":
-        (tree.root / "var/run/secrets/kubernetes.io/serviceaccount").mkdir(parents=True)
+        distances = " ".join("10" if other == node else "21" for other in nodes)
+        kib = cpu.memory_gib * 1048576 // len(cpu.nodes)
+        tree.add("numa node", folder=f"/sys/devices/system/node/node{node}", node=node, cpus=cpus, kib=kib,
+                 distances=distances)  # fmt: skip
+    if machine.container:
+        tree.add(f"pod of {machine.container}")
     if machine.driver_proc:
         tree.write("/proc/driver/nvidia/version", machine.driver_proc)
     if machine.peermem:
         tree.write("/sys/module/nvidia_peermem/version", machine.peermem)
     for path, content in machine.files.items():
         tree.write(path, content)
-
-
-def _processor(cpu: Cpu, number: int) -> str:
-    if cpu.architecture == "aarch64":
-        return f"processor\t: {number}\nCPU implementer\t: 0x41\nCPU architecture: 8\nCPU part\t: 0xd4f\n"
-    socket = next(i for i, cpus in enumerate(_by_socket(cpu)) if number in cpus)
-    flags = "fpu sse2 hypervisor" if cpu.hypervisor else "fpu sse2"
-    return (
-        f"processor\t: {number}\nvendor_id\t: {cpu.vendor}\ncpu family\t: {cpu.family}\nmodel\t\t: {cpu.model}\n"
-        f"model name\t: {cpu.name}\nphysical id\t: {socket}\nflags\t\t: {flags}\n"
-    )
 
 
 def _by_socket(cpu: Cpu) -> list[set[int]]:

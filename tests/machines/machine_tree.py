@@ -1,15 +1,12 @@
-"""Writes the parts of /sys, /proc and /dev that the probes read, for a machine that is described in a few lines.
-
-Specification: Linux Documentation/ABI/testing/sysfs-bus-pci, stable/sysfs-class-infiniband, testing/sysfs-class-net.
-"""
+"""The parts of /sys, /proc and /dev that the probes read, of a machine that is described in a few lines."""
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+
+from dicthost import Content, tree_of
 
 GT = {1: "2.5 GT/s PCIe", 2: "5.0 GT/s PCIe", 3: "8.0 GT/s PCIe", 4: "16.0 GT/s PCIe", 5: "32.0 GT/s PCIe"}
 NVIDIA, MELLANOX, AMAZON, INTEL, BROADCOM = 0x10DE, 0x15B3, 0x1D0F, 0x8086, 0x1000
@@ -83,38 +80,25 @@ ROCE_HW_COUNTERS = {
 
 
 class Tree:
-    """A folder that looks like a machine's root."""
+    """Files and links of a machine, which grow as parts of sysfs.yaml are added."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self) -> None:
+        self.files: dict[str, Content] = {}
+        self.links: dict[str, str] = {}
         self.paths: dict[str, str] = {}  # bus id -> /sys/devices/...
         self.uverbs = 0
-        self.folders: set[str] = set()
-        for folder in ("/sys/bus/pci/devices", "/sys/class", "/sys/module", "/proc/self", "/dev/shm", "/etc"):
-            self._make(f"{root}{folder}")
+        self.add("root")
 
-    def _make(self, folder: str) -> None:
-        if folder not in self.folders:
-            os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - thousands of files, for which pathlib takes longer
-            self.folders.add(folder)
+    def add(self, part: str, **words: object) -> None:
+        """A part of sysfs.yaml."""
+        files, links = tree_of(part, **words)
+        self.links |= links
+        for path, content in files.items():
+            self.write(path, content)
 
-    def write(self, path: str, content: str | bytes | int) -> None:
+    def write(self, path: str, content: Content) -> None:
         """A file; text gets the newline that sysfs ends a value with."""
-        target = f"{self.root}{path}"
-        self._make(os.path.dirname(target))  # noqa: PTH120
-        if not isinstance(content, bytes):
-            text = str(content)
-            content = (text if text.endswith("\n") else text + "\n").encode()
-        with open(target, "wb") as file:  # noqa: PTH123
-            file.write(content)
-
-    def link(self, path: str, to: str) -> None:
-        """A symbolic link, relative as sysfs makes them."""
-        source, target = f"{self.root}{path}", f"{self.root}{to}"
-        folder = os.path.dirname(source)  # noqa: PTH120
-        self._make(folder)
-        self._make(target)
-        os.symlink(os.path.relpath(target, folder), source)  # noqa: PTH211
+        self.files[path] = f"{content}\n" if isinstance(content, str) and not content.endswith("\n") else content
 
     def pci(self, root: str, numa: int, *devices: Dev) -> None:
         """A host bridge ("pci0000:17") and everything below it."""
@@ -124,21 +108,15 @@ class Tree:
     def _device(self, parent: str, numa: int, device: Dev) -> None:
         path = f"{parent}/{device.bus_id}"
         self.paths[device.bus_id] = path
-        self.write(f"{path}/class", f"0x{device.class_code:06x}")
-        self.write(f"{path}/vendor", f"0x{device.vendor:04x}")
-        self.write(f"{path}/device", f"0x{device.device:04x}")
-        self.write(f"{path}/numa_node", numa)
+        self.add("function", path=path, numa=numa, it=device)
         if device.generation is not None and device.width is not None:
-            self.write(f"{path}/current_link_speed", GT[device.generation])
-            self.write(f"{path}/max_link_speed", GT[device.generation])
-            self.write(f"{path}/current_link_width", device.width_now or device.width)
-            self.write(f"{path}/max_link_width", device.width)
+            width = device.width_now or device.width
+            self.add("slot", path=path, speed=GT[device.generation], width=width, it=device)
         for name, content in device.files.items():
             self.write(f"{path}/{name}", content)
         self.write(f"{path}/config", config_space(device))
         if device.driver:
-            self.link(f"{path}/driver", f"/sys/bus/pci/drivers/{device.driver}")
-        self.link(f"/sys/bus/pci/devices/{device.bus_id}", path)
+            self.add("driver", path=path, it=device)
         if device.rdma:
             self._rdma(f"{path}/infiniband/{device.rdma.name}", path, device.rdma)
         if device.netdev:
@@ -146,56 +124,32 @@ class Tree:
         for child in device.below:
             self._device(path, numa, child)
         if device.physfn:
-            self.link(f"{path}/physfn", self.paths[device.physfn])
+            self.links[f"{path}/physfn"] = self.paths[device.physfn]
 
     def _rdma(self, path: str, parent: str, rdma: Rdma) -> None:
         port = f"{path}/ports/1"
-        values = {
-            "state": rdma.state, "phys_state": rdma.physical, "rate": rdma.rate, "link_layer": rdma.link_layer,
-            "lid": "0x1", "sm_lid": "0x1",
-        }  # fmt: skip
-        for name, value in values.items():
-            self.write(f"{port}/{name}", value)
-        attributes = {
-            "hca_type": rdma.hca_type, "board_id": rdma.board, "fw_ver": rdma.firmware, "node_guid": rdma.guid,
-            "node_desc": "", "node_type": "1: CA",
-        }  # fmt: skip
-        for attribute, text in attributes.items():
-            if text is not None:
-                self.write(f"{path}/{attribute}", text)
+        self.add("adapter", path=path, parent=parent, number=self.uverbs, it=rdma)
+        self.uverbs += 1
+        if rdma.hca_type is not None:
+            self.add("adapter type", path=path, it=rdma)
         gids = rdma.gids or ((f"fe80:0000:0000:0000:{rdma.guid}", "IB/RoCE v1", ""),)
         for index, (gid, kind, netdev) in enumerate(gids):
-            self.write(f"{port}/gids/{index}", gid)
-            self.write(f"{port}/gid_attrs/types/{index}", kind)
+            self.add("gid", port=port, index=index, gid=gid, kind=kind)
             if netdev:
                 self.write(f"{port}/gid_attrs/ndevs/{index}", netdev)
         self.write(f"{port}/gids/{len(gids)}", "0000:0000:0000:0000:0000:0000:0000:0000")
         for folder, counters in (("counters", rdma.counters), ("hw_counters", rdma.hw_counters)):
             for name, count in counters.items():
-                self.write(f"{port}/{folder}/{name}", count)
-        self.link(f"{path}/device", parent)
-        self.link(f"/sys/class/infiniband/{rdma.name}", path)
-        node = f"uverbs{self.uverbs}"
-        self.uverbs += 1
-        self.write(f"/sys/class/infiniband_verbs/{node}/ibdev", rdma.name)
-        self.write(f"/dev/infiniband/{node}", "")
+                self.write(f"{port}/{folder}/{name}", str(count))
 
     def netdev(self, net: Netdev, parent: str | None = None) -> None:
         """An interface in /sys/class/net, below its PCI function or virtual."""
         path = f"{parent}/net/{net.name}" if parent else f"/sys/devices/virtual/net/{net.name}"
-        values = {
-            "address": net.mac, "mtu": net.mtu, "operstate": "up" if net.up else "down", "dev_port": 0,
-            "dev_id": "0x0", "type": net.type, "ifindex": net.index, "flags": "0x1003" if net.up else "0x1002",
-            "carrier": int(net.up), "iflink": net.link or net.index,
-        }  # fmt: skip
-        for name, value in values.items():
-            self.write(f"{path}/{name}", value)
-        self.write(f"{path}/speed", net.speed if net.speed and net.up else -1)
-        for counter in ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped"):
-            self.write(f"{path}/statistics/{counter}", 0)
+        speed = net.speed if net.speed and net.up else -1
+        self.add("interface", path=path, state="up" if net.up else "down", flags=0x1002 + net.up,
+                 lower=net.link or net.index, speed=speed, it=net)  # fmt: skip
         if parent:
-            self.link(f"{path}/device", parent)
-        self.link(f"/sys/class/net/{net.name}", path)
+            self.links[f"{path}/device"] = parent
 
 
 def config_space(device: Dev) -> bytes:

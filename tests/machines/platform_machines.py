@@ -151,7 +151,7 @@ def describe(spec: Node) -> Callable[[Tree], Machine]:
                 above = switch(1, *devices, domain=number + 1)
                 tree.pci(f"pci{number + 1:04x}:00", int(number * 2 >= len(below)), above)
         for net in nets[1:]:
-            if not (tree.root / f"sys/class/net/{net.name}").exists():
+            if f"/sys/class/net/{net.name}" not in tree.links:
                 tree.netdev(net)
         files = dict(spec.files)
         if spec.tag:
@@ -199,8 +199,7 @@ def snapshot(name: str) -> Snapshot:
 
 def snapshot_of(made: Callable[[Tree], Machine]) -> Snapshot:
     """A machine of a test's own."""
-    with build.built(made) as (host, _):
-        return scan(host)
+    return scan(build.built(made))
 
 
 __all__ = ["MACHINES", "NODES", "Nics", "Node", "describe", "snapshot", "snapshot_of"]

@@ -451,32 +451,19 @@ def test_padding_makes_a_large_micro_batch_dearer_and_packing_does_not() -> None
     assert packed.job.sequence(16) == 2048
 
 
-def test_memory_follows_the_longest_row_and_grows_with_batch_and_length() -> None:
-    """A micro-batch is padded to its longest row: what no row reaches is not held, and the longest row bounds it."""
-    model, rows = model_named("Llama-3.1-8B"), ((100, 900), (249, 100))
-    wrong = []
-    for engine in ("topoflight", "trl", "deepspeed", "torchtitan", "megatron"):
-        for attention in ("sdpa", "eager"):
-            train = TrainSpec(sequence_length=4096, engine=engine, attention=attention)
+@each_row("engine", ["topoflight", "trl", "deepspeed", "torchtitan", "megatron"])
+@each_row("attention", ["sdpa", "eager"])
+def test_memory_follows_the_longest_row(engine: str, attention: str) -> None:
+    """A micro-batch is padded to its longest row: what no row reaches is not held. Packed rows fill the sequence."""
+    layout = Layout(world_size=4, dp_shard=4, micro_batch=32, checkpointing="full")
 
-            def held(train: TrainSpec, batch: int) -> float:
-                layout = Layout(world_size=4, dp_shard=4, micro_batch=batch, checkpointing="full")
-                return memory_parts(model, train, layout, find_engine(train.engine)).total
+    def held(length: int = 4096, *rows: tuple[int, int], packing: bool = False) -> float:
+        train = TrainSpec(sequence_length=length, attention=attention, length_histogram=rows, packing=packing)
+        return memory_parts(MODEL, train, layout, find_engine(engine)).total
 
-            cases = {
-                "rows": held(replace(train, length_histogram=rows), 32),
-                "cut at the longest": held(replace(train, sequence_length=249), 32),
-                "packed": held(replace(train, length_histogram=rows, packing=True), 32),
-                "assumed": held(train, 32),
-                "longer than the cut": held(replace(train, length_histogram=((9000, 1),)), 32),
-            }
-            if cases["rows"] != cases["cut at the longest"] or len({*list(cases.values())[2:]}) != 1:
-                wrong.append((engine, attention, cases))
-            grown = [held(replace(train, length_histogram=((tokens, 9),)), batch)
-                     for batch in (1, 8, 64) for tokens in (64, 500, 4096)]  # fmt: skip
-            if any(sorted(each) != each for each in (grown[:3], grown[3:6], grown[6:], grown[::3], grown[2::3])):
-                wrong.append((engine, attention, grown))
-    assert not wrong, wrong
+    tail = ((100, 900), (249, 100))
+    assert held(4096, *tail) == held(249) < held()
+    assert held() == held(4096, *tail, packing=True) == held(4096, (9000, 1)), "not known, full, and cut"
 
 
 def test_attention_in_packed_rows_follows_the_samples() -> None:

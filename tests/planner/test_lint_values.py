@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 from string import Formatter
 
-import yaml
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from contracts.finding import Finding
 from contracts.tables import read_table
@@ -52,7 +51,7 @@ def test_strtoll_as_the_c_library(text: str, value: int, whole: bool) -> None:
     assert libc.strtoll(text.encode(), None, 0) == value
 
 
-ROWS = yaml.safe_load(Path(__file__).with_name("lint_values.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "lint_values.yaml")
 
 
 @each_row("row", [row for rows in ROWS["environments"].values() for row in rows])

@@ -17,7 +17,7 @@ from nccl_env_hosts import cluster, host, interface, port, settings
 from rigs.crds import of_version, strict, validate
 from rigs.pods import Document, launched, templates
 from rigs.recorded import path_of, snapshot
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, hold_file, rows_of
 
 from agent.base.options import read_snapshots
 from planner.advice import Recommendation
@@ -28,7 +28,7 @@ from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice, RdmaPort
 from probes.registry import ALL
 
-ROWS = yaml.safe_load(Path(__file__).with_name("manifest_values.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "manifest_values.yaml")
 SPEC = JobSpec(
     name="sft-roce", namespace="training", image="registry.example/finetune:1", nodes=2, processes_per_node=2,
     command=("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml"),
@@ -180,9 +180,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     found = read_snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (*network_manifests.network(network_manifests.from_snapshots(found)), *SHARED_CLAIM)
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-        path.write_text(head + manifests.render(documents))
-    assert path.read_text() == head + manifests.render(documents)
+    hold_file(path, head + manifests.render(documents))
 
 
 @pytest.mark.corpus

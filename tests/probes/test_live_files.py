@@ -94,17 +94,17 @@ def test_configuration_space_is_read_again_where_it_may_change(tmp_path: Path) -
             device.seek(offset)
             device.write(value)
 
-    assert seen("acs_source_validation") == (False,)
-    write(0x106, b"\x01")
-    assert seen("acs_source_validation") == (True,)
+    assert seen("acs_redirects") == (False,)
+    write(0x106, b"\x04")
+    assert seen("acs_redirects") == (True,)
     write(0, b"\xff" * 4096)
     assert seen("lost") == (True,)
     write(0, bytes(space))
-    assert seen("lost", "acs_source_validation") == (None, False)
+    assert seen("lost", "acs_redirects") == (None, False)
     file.parent.resolve().rename(tmp_path / "aside")
     _plug(tmp_path, "0x2331")
     file.write_bytes(bytes(64))
-    assert seen("acs_source_validation") == (None,)
+    assert seen("acs_redirects") == (None,)
 
 
 def _in_root(root: Path, path: str) -> str | int:

@@ -11,8 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import nvml_profile
 import pytest
+import resident
 from cattrs import structure
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
@@ -482,19 +482,13 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
 
 def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:
     """The node is not drained, because nothing is known of it."""
-    answers = json.loads(path_of().read_text())["answers"]
-    (tmp_path / "profile").write_text(nvml_profile.profile(answers["nvml"]))
-    nvml_profile.restore_files(answers, tmp_path / "root")
+    root, machine = resident.restore(tmp_path)
     shutil.copytree(ROOT / "deploy" / "slurm", tmp_path / "scripts")
     with (tmp_path / "scripts" / "settings").open("a") as settings:
-        settings.write(
-            f"topoflight={Path(sys.executable).parent}/topoflight\noptions=(--timeout 3 --root {tmp_path}/root)\n"
-        )
+        settings.write(f"topoflight={Path(sys.executable).parent}/topoflight\noptions=(--timeout 3 --root {root})\n")
         settings.write(f'seconds=120\nlog() {{ echo "$1: $2" >> {tmp_path}/log; }}\n')
-    environment = {
-        **os.environ, "LD_LIBRARY_PATH": str(nvml_profile.build(tmp_path).parent), "SLURMD_NODENAME": "node02",
-        "FAKE_NVML_PROFILE": str(tmp_path / "profile"), "FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang",
-    }  # fmt: skip
+    hangs = {"FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang", "SLURMD_NODENAME": "node02"}
+    environment = os.environ | machine | hangs
     subprocess.run([tmp_path / "scripts" / "health-check.sh"], env=environment, timeout=300, check=True)
     log = (tmp_path / "log").read_text()
     assert "node not checked (exit code 5): node02: " in log and "in nvmlDeviceGetName of GPU1" in log, log

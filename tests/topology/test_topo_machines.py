@@ -95,7 +95,7 @@ def test_pxn_is_promised_only_over_nvlink():
     far = [f for f in check(replace(node, nearest_nic=nearest)) if f.code == "topology.gpu_nic.far"]
     assert [finding.subject for finding in far] == ["GPU0", "GPU2"]
     for finding in far:
-        assert "until then NCCL sends over NVLink" in finding.remedy
+        assert "Until then NCCL sends over NVLink" in finding.remedy
         assert f"{finding.subject} to GPU1: NV4" in finding.evidence
         assert "GPU1 to mlx5_1: PIX" in finding.evidence
 

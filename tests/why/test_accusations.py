@@ -29,8 +29,7 @@ from collectives.traces.rank_files import NAME, RANKS_FOLDER, Call, Mark, RankSt
 from contracts import plain, run_record
 from contracts.run_record import RunRecord
 from finetune import rank_monitor
-from planner.why import RunFacts, Verdict, judge
-from planner.why.facts import STALE_SECONDS
+from planner.why import RunFacts, Verdict, judge, limits
 
 rows = rows_of(__file__)
 START = 1_000_000.0
@@ -331,7 +330,9 @@ def test_a_rank_that_writes_is_heard_whatever_the_clock_of_its_files(tmp_path, m
         rest = {rank: seconds for rank, seconds in behind.items() if rank not in mute}
         monkeypatch.setattr(ranks.time, "sleep", lambda _seconds, rest=rest: write(rest))
         facts, _ = ranks.read_settled_run(tmp_path)
-        assert {rank for rank, age in facts.ages.items() if age > STALE_SECONDS} == (mute if rest else set()), behind
+        assert {rank for rank, age in facts.ages.items() if age > limits.STALE_SECONDS} == (mute if rest else set()), (
+            behind
+        )
         assert judge(facts).state == ("fine" if rest else "failed")
 
 

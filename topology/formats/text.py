@@ -301,12 +301,9 @@ def _build_node(matrix: _Matrix, lines: _Lines, *, cut: bool) -> NodeTopology:
 
 def _guess_kind(above: list[str], below: str, pairs: tuple[Pair, ...]) -> str:
     """Return "-m" or "-mp", from the labels, the command above, or the legend (which has no NV# with -mp)."""
-    if any(pair.nvlinks for pair in pairs):
-        return "-m"
     options = re.findall(r"nvidia-smi\s+topo\s+(-mp|-m|--matrix)\b", "\n".join(above))
-    if options:
-        return "-mp" if options[-1] == "-mp" else "-m"
-    return "-mp" if re.search(r"\bPIX\s*=", below) and "NV#" not in below else "-m"
+    is_hidden = options[-1] == "-mp" if options else re.search(r"\bPIX\s*=", below) and "NV#" not in below
+    return "-mp" if is_hidden and not any(pair.nvlinks for pair in pairs) else "-m"
 
 
 def _build_gpu(name: str, row: _Row | None, matrix: _Matrix, model: str | None) -> GpuNode:

@@ -43,11 +43,18 @@ class DictHost(RecordedHost):
         self.links = dict(links or {})
         self.register_limit_bytes = register_limit_bytes
         self.unusable = unusable
-        self.folders: set[str] = {"/"}
+        self.folders: dict[str, set[str]] = {"": set()}  # the names in each, the root without its "/"
         for path in (*self.files, *self.links):
-            while (path := path.rpartition("/")[0]) not in self.folders and path:
-                self.folders.add(path)
-        self.folders |= {path for path, content in self.files.items() if content == DIRECTORY}
+            self._list(path)
+            if self.files.get(path) == DIRECTORY:
+                self.folders.setdefault(path, set())
+
+    def _list(self, path: str) -> None:
+        folder, _, name = path.rpartition("/")
+        if folder not in self.folders:
+            self.folders[folder] = set()
+            self._list(folder)
+        self.folders[folder].add(name)
 
     def resolve(self, path: str) -> str:
         """Follow links component by component, as the kernel does."""
@@ -60,14 +67,13 @@ class DictHost(RecordedHost):
             if done in self.links:
                 followed += 1
                 if followed > 40:
-                    raise OSError(errno.ELOOP, "loop", path)
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
                 target = self.links[done]
                 done = "" if target.startswith("/") else done.rpartition("/")[0]
                 pending += target.split("/")[::-1]
-        done = done or "/"
         if done not in self.files and done not in self.folders:
-            raise FileNotFoundError(errno.ENOENT, "no such file", path)
-        return done
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return done or "/"
 
     def read_bytes(self, path: str, limit: int) -> bytes:
         """Content, or the error that replaces it."""
@@ -76,7 +82,7 @@ class DictHost(RecordedHost):
         found = self.resolve(path)
         content = self.files.get(found, DIRECTORY)
         if content == DIRECTORY:
-            raise IsADirectoryError(errno.EISDIR, "is a directory", path)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if isinstance(content, int):
             raise OSError(content, os.strerror(content), path)
         return (content.encode() if isinstance(content, str) else content)[:limit]
@@ -87,13 +93,10 @@ class DictHost(RecordedHost):
 
     def list_dir(self, path: str) -> tuple[str, ...]:
         """Names of files, links and folders inside."""
-        folder = self.resolve(path)
+        folder = self.resolve(path).rstrip("/")
         if folder not in self.folders:
-            raise NotADirectoryError(errno.ENOTDIR, "not a directory", path)
-        inside = folder.rstrip("/") + "/"
-        below = (path.removeprefix(inside) for path in (*self.files, *self.links, *self.folders)
-                 if path.startswith(inside))  # fmt: skip
-        return tuple(sorted({path.partition("/")[0] for path in below}))
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+        return tuple(sorted(self.folders[folder]))
 
     def exists(self, path: str) -> bool:
         """Whether it resolves."""
@@ -123,7 +126,7 @@ def tree_of(device: str, **words) -> tuple[dict[str, Content], dict[str, str]]:
     """Files and links of a device of sysfs.yaml."""
     files, links = (
         {path.format(**words): text.format(**words) if isinstance(text, str) else text for path, text in rows.items()}
-        for rows in (TEMPLATES[device]["files"], TEMPLATES[device]["links"])
+        for rows in (TEMPLATES[device].get("files", {}), TEMPLATES[device].get("links", {}))
     )
     return files, links
 
