@@ -590,6 +590,20 @@ def test_watch_continues_while_torchrun_may_restart_the_ranks(tmp_path: Path) ->
     assert ranks.watch(tmp_path, lambda _: None, warned.append, limit=0.1).state == "failed"
 
 
+@each_row(("verdict", "until", "times"), [
+    (Verdict(state="fine", line="no fault found"), 2000, [0, 30, 60, 120, 240, 480, 960, 1440, 1920]),
+    (Verdict(state="stuck", line="stuck: rank 1"), 50, [0, 10, 20, 30, 40]),
+    (Verdict(state="fine", line="not distinguishable yet"), 1000, [*range(0, 300, 10), 580]),
+])  # fmt: skip
+def test_dumps_are_requested_ever_more_rarely(verdict: Verdict, until: int, times: list[int]) -> None:
+    """The verdict has been the same since second 0, in which the first dump was requested."""
+    requested = [0]
+    for now in range(until):
+        if now - requested[-1] >= ranks._find_pause(verdict, now, requested[-1]):
+            requested.append(now)
+    assert requested == times
+
+
 def test_a_failed_mesh_of_gloo_names_the_peer() -> None:
     error = ("RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: "
              "Connection refused, remote=[10.0.0.2]:13229$1")  # fmt: skip
