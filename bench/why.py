@@ -31,8 +31,7 @@ from agent.jobs.script import add_monitor  # noqa: E402
 from agent.why import diagnosis as why, ranks  # noqa: E402
 from collectives.bench.processes import Tree  # noqa: E402
 from contracts.tables import read_table  # noqa: E402
-from planner.why import Verdict  # noqa: E402
-from planner.why.facts import BUSY_SECONDS  # noqa: E402
+from planner.why import Verdict, limits  # noqa: E402
 
 FAKETIME = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"  # Debian's package
 TRAINING = ROOT / "tests" / "why" / "training.py"
@@ -58,7 +57,7 @@ class Fault:
     world: int = 4  # ranks on one host
     clocks: tuple[str, ...] = ()  # by host: how much its clock is ahead, as faketime takes it
     rates: tuple[str, ...] = ()  # by host: what its port sends from the start of the run on
-    patience: float = BUSY_SECONDS  # --limit
+    patience: float = limits.BUSY_SECONDS  # --limit
     env: dict[str, str] = field(default_factory=dict)
 
     @property

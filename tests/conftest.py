@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
-from rigs.tables import corpus_folder
+from rigs.tables import PYPROJECT, corpus_folder, hold_file
 
 ROOT = Path(__file__).parent.parent
 MACHINES = Path(__file__).parent / "machines"
@@ -31,7 +30,7 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-PYTEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+PYTEST = PYPROJECT["tool"]["pytest"]["ini_options"]
 TIERS = {line.partition(":")[0] for line in PYTEST["markers"]} - {"corpus", "triton"}  # those are in every tier
 # Files that take half a minute or more start first, those that mostly wait before those that compute: one that started
 # last would run while the other workers are idle.
@@ -134,13 +133,6 @@ def golden() -> Callable[..., None]:
                 whole.write_text(text, encoding="utf-8")
             path = path.with_name(f"{path.name}.sha256")
             text = hashlib.sha256(text.encode()).hexdigest() + "\n"
-        if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            return
-        rewrite = "run this test with TOPOFLIGHT_UPDATE_GOLDEN=1"
-        assert path.exists(), f"{path} is missing: {rewrite}, which writes it"
-        look = "compare make golden-documents before and after" if digest else "read the difference"
-        assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}. If it is intended, {rewrite}"
+        hold_file(path, text, "compare make golden-documents before and after" if digest else "read the difference")
 
     return compare

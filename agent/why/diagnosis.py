@@ -16,7 +16,7 @@ from typing import Any
 
 from agent.base import raise_as, units
 from agent.base.options import InputError
-from agent.why.ranks import find_newest_call, read_settled_run
+from agent.why.ranks import find_newest_call, mark_unwritten, read_settled_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked, split_line
 from collectives.nccl_log.transport import Evidence, LogProblem
@@ -28,8 +28,8 @@ from contracts.redaction import without_secrets
 from contracts.run_record import RESUMABLE, RunRecord
 from contracts.tables import read_table
 from planner import why
-from planner.why import Cause, RunFacts, Unknown, Verdict
-from planner.why.facts import BUSY_SECONDS, STALE_SECONDS, make_cause
+from planner.why import Cause, RunFacts, Unknown, Verdict, limits, words
+from planner.why.facts import make_cause
 
 _CODES = read_table(__file__, "diagnosis.toml")
 _STOP_REQUESTS = frozenset(_CODES["stop_requests"])
@@ -42,9 +42,6 @@ _SENT = re.compile(r"Sending process (\d{1,9}) closing signal")
 _REQUEUED = re.compile(r"^The ranks saved a checkpoint\. The job (is queued again.{1,60}\))", re.MULTILINE)
 
 
-_Outlier = tuple[ras.RasRank, str, str]  # what RAS lists of a rank, what is wrong with it, and where RAS says so
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhySources:
     """The sources of a diagnosis, as the command line names them."""
@@ -53,7 +50,7 @@ class WhySources:
     run: Path | None = None
     ras: tuple[str, ...] = ()  # files, or HOST:PORT
     recorder: Path | None = None
-    limit: float = BUSY_SECONDS  # longest time that ranks may wait for a busy rank
+    limit: float = limits.BUSY_SECONDS  # longest time that ranks may wait for a busy rank
     again: str | None = None  # what a requeued job does; "": it has ended; None: unknown
 
 
@@ -76,10 +73,8 @@ def answer(sources: WhySources) -> Verdict:
     unknown = tuple(Unknown(what=text, command="give a file that can be read") for text in wrong[:8])
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
-        nothing = "no fault was found in the logs, but " * bool(found and not verdict.causes)
-        verdict = replace(verdict, state="unknown", line=f"unknown: {nothing}no source shows the state of the run")
-        if sources.run is not None:
-            verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
+        seen = f"{verdict.causes[0].message}; " if verdict.causes else "the logs show no fault, but " * bool(found)
+        verdict = mark_unwritten(verdict, sources.run, seen)
     again = sources.again
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, ends.values())), None)):
         again = f"it {requeued[1]}"
@@ -235,24 +230,21 @@ def _read_ras(source: str) -> ras.RasReport:
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """Add RAS to the verdict: it decides if no other source does; otherwise agreement or conflict is shown."""
-    source = f"RAS: {report.total} communicators of up to {report.most} ranks"
+    source = f"RAS: {report.total} communicators"
     report, unheard = _split_silent_ranks(report, earlier)
     verdict = _ask_about_silence(replace(verdict, sources=(*verdict.sources, source)), report, unheard)
-    gone = {rank for comm in report.comms for rank, row in comm.ranks.items() if row.missing}
-    dead = [(row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"]
-    outliers = _find_outliers(report, gone) or dead
-    if verdict.causes and not (verdict.names_nobody and outliers):
-        return _compare_with_ras(verdict, report, outliers)
+    rows = _list_behind(report)
+    causes = [_make_rank_cause(row, state, place) for row, state, place in rows]
+    if verdict.causes and not (verdict.names_nobody and causes):
+        return _compare_with_ras(verdict, report, causes)
     is_moving = earlier is not None and _list_counts(earlier) != _list_counts(report)
-    is_behind = bool(outliers) and earlier is not None and not is_moving
-    if not (gone or dead or is_behind or verdict.causes):
+    is_proven = any(row.missing for row, *_ in rows) or (earlier is not None and not is_moving)
+    if not verdict.causes and not (rows and is_proven):
         return _judge_counts(verdict, report, is_first=earlier is None, is_moving=is_moving)
-    causes = tuple(_make_rank_cause(*row) for row in outliers)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
-    return replace(
-        verdict, state=state, line=f"{state}: {causes[0].message}", causes=(*causes, *verdict.causes),
-        ranks=tuple(rank for cause in causes for rank in cause.ranks),
-        gpus=tuple(f"{row.host} GPU {row.gpu}" for row, *_ in outliers if row.host and row.rank >= 0),
+    return verdict.blaming(
+        state, *causes, *verdict.causes, ranks=tuple(rank for cause in causes for rank in cause.ranks),
+        gpus=tuple(f"{row.host} GPU {row.gpu}" for row, *_ in rows if row.host and row.rank >= 0),
         nodes=tuple(sorted({node for cause in causes for node in cause.nodes})),
     )  # fmt: skip
 
@@ -268,22 +260,27 @@ def _ask_about_silence(verdict: Verdict, report: ras.RasReport, unheard: list[in
     return verdict.with_question("ras_silent", names=names)
 
 
-def _find_outliers(report: ras.RasReport, gone: set[int]) -> list[_Outlier]:
-    """Return the ranks that do not answer; if all do, those that are behind, unless they are most of a communicator."""
-    outliers: dict[int, _Outlier] = {}
+def _list_behind(report: ras.RasReport) -> list[tuple[ras.RasRank, str, str]]:
+    """Return the ranks that do not answer; if all do, those that are behind, unless they are most of a communicator.
+
+    Each is what RAS lists of it, what is wrong with it, and where RAS says so. Without ranks, they are dead processes.
+    """
+    is_gone = any(row.missing for comm in report.comms for row in comm.ranks.values())
+    found: dict[int, tuple[ras.RasRank, str, str]] = {}
     for comm in report.comms:
         behind, _ = ras.find_laggards(comm)
-        is_minority = len(behind) <= comm.size / 2
-        for rank in gone & set(behind) if gone else behind if is_minority else ():
+        for rank, state in behind.items() if is_gone or len(behind) <= comm.size / 2 else ():
             row = comm.ranks.get(rank, ras.RasRank(rank=rank))
-            outliers[rank] = row, behind[rank], f"RAS, communicator {comm.id}"
-    return [outliers[rank] for rank in sorted(outliers)]
+            if row.missing or not is_gone:
+                found[rank] = row, state, f"RAS, communicator {comm.id}"
+    dead = [(row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"]
+    return [found[rank] for rank in sorted(found)] or dead
 
 
-def _compare_with_ras(verdict: Verdict, report: ras.RasReport, outliers: list[_Outlier]) -> Verdict:
+def _compare_with_ras(verdict: Verdict, report: ras.RasReport, causes: list[Cause]) -> Verdict:
     """Add that RAS names other ranks than the verdict, if it does."""
-    ranks = [row.rank for row, *_ in outliers if row.rank >= 0]
-    if set(verdict.ranks) == set(ranks) or not (outliers or report.total):
+    ranks = [rank for cause in causes for rank in cause.ranks]
+    if set(verdict.ranks) == set(ranks) or not (causes or report.total):
         return verdict
     text = (f"RAS names {why.ranks_of(ranks) if ranks else 'no rank'}, the verdict "
             f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
@@ -296,9 +293,9 @@ def _make_rank_cause(rank: ras.RasRank, state: str, source: str) -> Cause:
     kind = {"dead": "gone", "": "unknown"}.get(rank.missing, "silent")
     place = f" (GPU {rank.gpu} of process {rank.pid} on {rank.host})" if rank.host else ""
     who = f"rank {rank.rank}{place}" if rank.rank >= 0 else f"process {rank.pid} on {rank.host}, GPU {rank.gpu},"
-    return Cause(code=why.CODES.get(kind, "rank.behind"), message=f"{who} {state}", evidence=(source,),
+    return Cause(code=words.KINDS[kind].code, message=f"{who} {state}", evidence=(source,),
                  ranks=(rank.rank,) if rank.rank >= 0 else (), nodes=(rank.host,) if rank.host else (),
-                 action=why.ACTIONS[kind])  # fmt: skip
+                 action=words.KINDS[kind].action)  # fmt: skip
 
 
 def _judge_counts(verdict: Verdict, report: ras.RasReport, *, is_first: bool, is_moving: bool) -> Verdict:
@@ -362,7 +359,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     source = f"NCCL log: {units.count(log.lines_read, 'line')}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
     if verdict.names_nobody and _precedes_timeouts(rows, log):  # ranks wait since then
-        return replace(verdict, state="failed", line=f"failed: {causes[0].message}", causes=(*causes, *verdict.causes))
+        return verdict.blaming("failed", *causes, *verdict.causes)
     if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _CODES["ends_of_job"] for cause in ended):  # what remains are slow paths
@@ -373,7 +370,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
         line = f"failed: {causes[0].message if causes else 'the log says so'}"
         return replace(verdict, state="failed", line=line, causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":
-        return replace(verdict, state="slow", line=f"slow: {causes[0].message}", causes=causes)
+        return verdict.blaming("slow", *causes)
     if verdict.state == "fine" and log.outcome == "finished":
         verdict = replace(verdict, line="fine: the log shows that the job finished", unknown=())
     elif verdict.state == "fine" and causes:
@@ -422,7 +419,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     verdict = replace(verdict, sources=(*verdict.sources, source))
     if record.status not in ("running", "complete", "interrupted", "unknown") and verdict.state == "fine":
         cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
-        return replace(verdict, state="failed", line=f"failed: {cause.message}", causes=(cause,))
+        return verdict.blaming("failed", cause)
     measured, forecast = record.measured.step_seconds, record.plan.forecast.step_seconds
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
         times = measured / (forecast.mid or forecast.high)
@@ -430,8 +427,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         exposed = record.communication.exposed_share if record.communication else None
         waiting = (f"collectives not overlapped with computation take {exposed:.0%} of the step",) if exposed else ()
         cause = make_cause("step_slow", times=f"{times:.1f}", evidence=(sentence, *waiting))
-        line = verdict.line if verdict.causes else f"slow: {cause.message}"
-        return replace(verdict, state="slow", line=line, causes=(*verdict.causes, cause))
+        return verdict.blaming("slow", *verdict.causes, cause)
     return verdict
 
 
@@ -443,11 +439,10 @@ def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
     """
     ends = [one for one in verdict.causes if one.code in _STOP_REQUESTS and "*** JOB " in " ".join(one.evidence)]
     gone = [cause for cause in verdict.causes if cause not in ends]
-    early = any(ages.get(rank, 0.0) > STALE_SECONDS for cause in gone for rank in cause.ranks or ages)
+    early = any(ages.get(rank, 0.0) > limits.STALE_SECONDS for cause in gone for rank in cause.ranks or ages)
     if not (ends and gone) or early or {cause.code for cause in gone} - {"rank.gone", "ranks.gone"}:
         return verdict
-    line = f"failed: {ends[0].message}"
-    return replace(verdict, line=line, causes=tuple(ends), ranks=(), nodes=(), gpus=(), unknown=())
+    return verdict.blaming("failed", *ends, ranks=(), nodes=(), gpus=(), unknown=())
 
 
 def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) -> Verdict:
@@ -497,6 +492,5 @@ def with_gate(verdict: Verdict, log: str) -> Verdict:
     nodes = tuple(dict.fromkeys(line[1] for line in lines))
     evidence = (*(line[0] for line in lines), stop[0])
     key = _CODES["gate"].get(stop[2], "gate_unfinished")
-    cause = make_cause(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
-    return Verdict(state="failed", line=f"failed: {cause.message}", nodes=nodes, causes=(cause,),
-                   sources=verdict.sources)  # fmt: skip
+    stopped = RunFacts().named(key, nodes=nodes, evidence=evidence, reason=stop[1], code=stop[2])
+    return replace(stopped, nodes=nodes, sources=verdict.sources)

@@ -18,12 +18,11 @@ from collectives.traces.rank_files import ASK, FIRST, MAX_STATE_BYTES, NAME, NOD
 from contracts import bounded, plain, run_record
 from contracts.redaction import without_secrets
 from planner import why
-from planner.why import RunFacts, Verdict
-from planner.why.facts import BUSY_SECONDS, SILENT_RUN_SECONDS, STALE_SECONDS
+from planner.why import RunFacts, Verdict, limits
 
 WATCH_SECONDS = 5.0  # between two reads by --watch
 ASK_SECONDS = 30.0  # between two dumps requested by --watch
-MAX_ASK_SECONDS = 480.0  # doubled after each read without a fault: a dump costs the job about 0.1 s
+MAX_ASK_SECONDS = 480.0  # doubled while the verdict stays the same: a dump costs the job about 0.1 s
 SUSPICION_SECONDS, MAX_SUSPICION_SECONDS = 10.0, 300.0  # between two dumps while something looks wrong, and how long
 SETTLED_SECONDS = 4.0  # time in which ranks notice the loss of another rank and write it
 WRITES_SECONDS = 12.0  # a working rank writes within this time: its monitor writes every ten seconds
@@ -105,13 +104,13 @@ def read_settled_run(folder: Path) -> tuple[RunFacts, list[str]]:
     facts, wrong = read_run(folder, beats)
     silence = facts.silence or 0.0
     is_mute = any(
-        age > STALE_SECONDS and not facts.states[rank].ended and rank not in facts.processes
+        age > limits.STALE_SECONDS and not facts.states[rank].ended and rank not in facts.processes
         for rank, age in facts.ages.items()
     )
     states = facts.states.values()
     is_ending = any(state.error for state in states) and not all(state.ended for state in states)
     pause = 0.0
-    if silence < COPIED_SECONDS and (is_mute or silence >= SILENT_RUN_SECONDS):
+    if silence < COPIED_SECONDS and (is_mute or silence >= limits.SILENT_RUN_SECONDS):
         pause = WRITES_SECONDS
     elif is_ending and silence < SETTLED_SECONDS:
         pause = SETTLED_SECONDS
@@ -139,12 +138,12 @@ def read_run(folder: Path, beats: Heartbeats) -> tuple[RunFacts, list[str]]:
     is_running = any(kind != "gone" for kind in alive.values())
     if states and not is_running:
         silence = time.monotonic() - max(when for _, when in beats.heard.values()) if beats.changed else began - last
-        is_running = silence < SILENT_RUN_SECONDS
+        is_running = silence < limits.SILENT_RUN_SECONDS
     full = ""
     with suppress(OSError):
         disk = os.statvfs(ranks)  # of zeros where a FUSE file system has no statfs
         full = str(folder) if states and disk.f_bavail == 0 < disk.f_blocks else ""
-    if full and began - last > STALE_SECONDS:  # a rank that runs cannot write either
+    if full and began - last > limits.STALE_SECONDS:  # a rank that runs cannot write either
         silence, ages = None, {}
     failed, stopped = _end_by_torchrun(ranks / FIRST)
     newest_state = max(states.values(), key=lambda state: state.written, default=RankState())
@@ -189,25 +188,26 @@ def find_newest_call(traces: Mapping[int, rank_files.RankTrace]) -> float:
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 
 
-def request_dumps(folder: Path) -> bool:
-    """Ask every rank of a run to dump its calls. False: the request could not be written."""
-    with suppress(OSError):
+def request_dumps(folder: Path, warn: Callable[[str], None] | None = None) -> None:
+    """Ask every rank of a run to dump its calls; warn if the request cannot be written."""
+    try:
         (folder / RANKS_FOLDER / ASK).touch()
-        return True
-    return False
+    except OSError:
+        if warn is not None:
+            warn(f"cannot write into {folder}: the ranks dump their calls only when they stall")
 
 
 def watch(
-    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = BUSY_SECONDS,
+    folder: Path, report: Callable[[Verdict], None], warn: Callable[[str], None], *, limit: float = limits.BUSY_SECONDS,
     metrics: Path | None = None,
 ) -> Verdict:  # fmt: skip
     """Diagnose a run again and again until it ends. Report and save each change of the verdict, also to `metrics`.
 
     A failure ends it unless torchrun starts the ranks again within `limit` seconds.
     """
-    beats, dumps = Heartbeats(), _DumpRequests(folder, warn)
-    last: object = None
+    beats, last = Heartbeats(), object()
     failed_at: float | None = None
+    changed_at, requested_at = time.monotonic(), -MAX_ASK_SECONDS
     while True:
         verdict, facts = _judge_run(folder, beats, limit)
         over = bool(facts.states) and all(state.ended for state in facts.states.values())
@@ -218,7 +218,7 @@ def watch(
                 warn(f"cannot write {run_record.WHY} into {folder}")
             if metrics is not None:
                 save_metrics(metrics, verdict, folder.resolve().name, warn)
-            dumps.suspected_at = time.monotonic()
+            changed_at = time.monotonic()
         if verdict.state == "failed":
             may_restart = any(one.restarts_left for one in facts.states.values())
             if facts.first is not None or facts.stopped or not may_restart:
@@ -232,7 +232,10 @@ def watch(
             return verdict
         else:
             failed_at = None
-        dumps.request_if_due(verdict)
+        now = time.monotonic()
+        if verdict.sources and now - requested_at >= _find_pause(verdict, now - changed_at, requested_at - changed_at):
+            request_dumps(folder, warn if requested_at < changed_at else None)
+            requested_at = now
         time.sleep(WATCH_SECONDS)
 
 
@@ -244,31 +247,28 @@ def _judge_run(folder: Path, beats: Heartbeats, limit: float) -> tuple[Verdict, 
         if verdict.state != "failed":
             break
         time.sleep(pause)
+    if verdict.state == "fine" and not verdict.sources:
+        verdict = mark_unwritten(verdict, folder)
     unknown = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
     return replace(verdict, unknown=unknown), facts
 
 
-class _DumpRequests:
-    """Asks the ranks to dump their calls: ever more rarely, and often for some minutes while something looks wrong."""
+def mark_unwritten(verdict: Verdict, folder: Path | None, seen: str = "") -> Verdict:
+    """Return the verdict if no source shows the state of the run; with a folder, also what would show it there."""
+    verdict = replace(verdict, state="unknown", line=f"unknown: {seen}no source shows the state of the run")
+    return verdict if folder is None else replace(verdict, unknown=()).with_question("unwritten", folder=folder)
 
-    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
-        self.suspected_at = -MAX_SUSPICION_SECONDS  # when the verdict last changed
-        self._folder, self._warn = folder, warn
-        self._requested_at, self._pause, self._warned = -MAX_SUSPICION_SECONDS, 0.0, False
 
-    def request_if_due(self, verdict: Verdict) -> None:
-        """Ask for a dump if the pause since the last request is over."""
-        now = time.monotonic()
-        is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
-        if is_suspicious and now - self.suspected_at < MAX_SUSPICION_SECONDS:
-            self._pause = min(self._pause, SUSPICION_SECONDS)
-        if now - self._requested_at < self._pause:
-            return
-        if not request_dumps(self._folder) and not self._warned:
-            self._warn(f"cannot write into {self._folder}: the ranks dump their calls only when they stall")
-            self._warned = True
-        self._requested_at = now
-        self._pause = min(max(2 * self._pause, ASK_SECONDS), MAX_ASK_SECONDS)
+def _find_pause(verdict: Verdict, unchanged: float, requested: float) -> float:
+    """Return the seconds until the next request for dumps. A few, for some minutes, while something looks wrong.
+
+    Otherwise each pause is as long as the verdict had been the same at the last request, so that it doubles.
+    `unchanged` and `requested` are the seconds from the last change of the verdict until now, and until that request.
+    """
+    is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
+    if is_suspicious and unchanged < MAX_SUSPICION_SECONDS:
+        return SUSPICION_SECONDS
+    return min(max(requested, ASK_SECONDS), MAX_ASK_SECONDS)
 
 
 def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], None]) -> None:
@@ -290,13 +290,11 @@ def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], N
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:
     """Write the verdict into the run's folder, and a fault as a note into its record. False: not written."""
-    from agent.base.output import render
+    from agent.base.output import render, write_atomic
 
-    draft, written = folder / ".why.json.draft", False
+    written = False
     with suppress(OSError):
-        draft.write_text(render(verdict, "json"), encoding="utf-8")
-        draft.replace(folder / run_record.WHY)
-        written = True
+        written = bool(write_atomic(folder / run_record.WHY, render(verdict, "json")))
     with suppress(OSError, run_record.RecordError):
         record = run_record.read(folder / "run.json")
         if (note := run_record.watched(folder)) and note not in record.notes:

@@ -77,7 +77,7 @@ class Ledger:
         # Line numbers by file, because the order of lines says what came first only within one file.
         self.began: Firsts[str, int] = Firsts(MAX_FILES)  # first line of NCCL
         self.ended: Lasts[str, int] = Lasts(MAX_FILES)  # last line that says that the job finished
-        self.attempts: Lasts[str, int] = Lasts(MAX_FILES)  # below the last line in which torchrun's ranks have failed
+        self.attempts: Lasts[str, int] = Lasts(MAX_FILES)  # below the last end of all ranks (torchrun, Slurm)
         self.steps: Lasts[str, tuple[int, ...]] = Lasts(MAX_FILES)  # last three lines, each of another step of training
         self.last_lines: Lasts[tuple[str, str], int] = Lasts(MAX_FILES)  # last line of (code, file)
         self.proof = Proofs()

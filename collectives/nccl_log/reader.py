@@ -368,7 +368,7 @@ class Reader:
         body = _TEXTS["launcher"].sub(b"", line)
         if b"closing signal" in body and (sent := _TEXTS["sent"].search(body)):
             self._sent.add((_label_of(line), sent[1]), None)
-        elif b"failed (exitcode: " in body:  # no rank runs any more: what follows is of the next attempt
+        elif b"failed (exitcode: " in body or b"error: *** " in body:  # what follows is of the next attempt
             self.ledger.attempts.add(self.file, self.ledger.lines + 1)
         ended = _TEXTS["ended"].search(body) if self._sent else None  # a row of torchrun's table
         if body.startswith(TAG) or (ended and (_label_of(line), ended[1] or ended[2]) in self._sent):

@@ -126,6 +126,11 @@ class Call:
     frames: tuple[str, ...] = ()  # of the caller, innermost first: "train.py:31 step"
 
     @property
+    def key(self) -> tuple[str, int, bool]:
+        """Return what is the same on all ranks that make this call."""
+        return self.group, self.number, self.p2p
+
+    @property
     def words(self) -> str:
         """Return a description: "all_reduce of [1000] Float"."""
         sizes = ", ".join(str(list(size)) for size in self.sizes[:3])

@@ -58,7 +58,6 @@ class RasReport:
     comms: tuple[RasComm, ...] = ()
     dead: tuple[RasRank, ...] = ()  # processes, whose rank the text does not give: rank -1
     timeouts: int = 0
-    most: int = 0  # ranks of the largest
     total: int = 0  # communicators that RAS knows; the text lists those without a fault in a table only
 
 
@@ -100,8 +99,7 @@ def _read_json(text: str) -> RasReport:
         comms.append(RasComm(id=identity, size=read_whole(row.get("size")) or len(ranks), ranks=ranks))
     ras = report.get("ras")
     timeouts = read_whole(ras.get("timeouts_count")) if isinstance(ras, dict) else 0
-    largest = max((comm.size for comm in comms), default=0)
-    return RasReport(comms=tuple(comms), timeouts=timeouts or 0, total=len(comms), most=largest)
+    return RasReport(comms=tuple(comms), timeouts=timeouts or 0, total=len(comms))
 
 
 def _read_rows(row: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -188,10 +186,9 @@ def _read_text(text: str) -> RasReport:
     reader = _Text()
     for line in text.splitlines():
         reader.line(line[:4096])
-    timeouts = re.search(r"Encountered (\d{1,9}) communication timeout", text)
+    match = re.search(r"Encountered (\d{1,9}) communication timeout", text)
     return RasReport(comms=_place(tuple(reader.comms.values()), reader.dead), dead=tuple(reader.dead),
-                     timeouts=int(timeouts[1]) if timeouts else 0, total=max(reader.total, len(reader.comms)),
-                     most=max(reader.sizes.values(), default=0))  # fmt: skip
+                     timeouts=int(match[1]) if match else 0, total=max(reader.total, len(reader.comms)))  # fmt: skip
 
 
 def _place(comms: tuple[RasComm, ...], processes: list[RasRank]) -> tuple[RasComm, ...]:

@@ -14,11 +14,11 @@ from collections.abc import Sized
 from dataclasses import replace
 
 from planner.why import reports
-from planner.why.blocked import BlockedCalls, find_odd_rank
-from planner.why.facts import ACTIONS, CODES, Cause, RunFacts, Unknown, Verdict, make_open_verdict, ranks_of
+from planner.why.blocked import BlockedCalls, judge_odd_size
+from planner.why.facts import Cause, RunFacts, Unknown, Verdict, make_open_verdict, ranks_of
 from planner.why.pace import find_late_rank, find_lower_pace
 
-__all__ = ["ACTIONS", "CODES", "Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
+__all__ = ["Cause", "RunFacts", "Unknown", "Verdict", "judge", "ranks_of"]
 
 
 def judge(facts: RunFacts) -> Verdict:
@@ -49,9 +49,7 @@ def judge(facts: RunFacts) -> Verdict:
         or find_lower_pace(facts)
     )
     if sizes and verdict and verdict.causes and verdict.causes[0].code in ("rank.gone", "rank.lost", "ranks.gone"):
-        odd = find_odd_rank(facts, verdict.ranks)
-        verdict = replace(sizes, waiting=verdict.waiting) if odd is None else facts.verdict(
-            "failed", odd, waiting=verdict.waiting)  # fmt: skip
+        verdict = replace(judge_odd_size(facts, verdict.ranks) or sizes, waiting=verdict.waiting)
     if verdict is None or verdict.state == "fine":
         verdict = reports.judge_end(facts) or verdict or reports.judge_stacks(facts) or _report_no_fault(facts)
         if ipv6 := facts.log.rendezvous.get("ipv6"):

@@ -10,26 +10,9 @@ from math import inf, prod
 from statistics import NormalDist
 
 from collectives.traces.rank_files import UNNAMED, Call, RankTrace
-from planner.why.facts import (
-    BUSY_KINDS,
-    CONFIDENCE,
-    ENDED,
-    EXPLAINS,
-    IN_CALL,
-    LONGER,
-    LOOK_SECONDS,
-    MAX_RANKS,
-    STALE_SECONDS,
-    STALL_SECONDS,
-    START_CALLS,
-    Activity,
-    Cause,
-    RunFacts,
-    Verdict,
-    make_cause,
-    make_open_verdict,
-    ranks_of,
-)
+from planner.why import limits
+from planner.why.facts import Activity, Cause, RunFacts, Verdict, make_cause, make_open_verdict, ranks_of
+from planner.why.words import ENDED, IN_CALL, WORK
 
 NEWER_SECONDS = 3.0  # ranks asked for a dump write it within two polling intervals of each other
 _SAME_CALL = "Make every rank of the group call the same collectives, in the same order."
@@ -50,7 +33,7 @@ class Wait:
     @property
     def is_met(self) -> bool:
         """Return whether the whole group has entered the call and stays in it for as long as a stall."""
-        is_long = self.call.created is None or self.seconds >= STALL_SECONDS
+        is_long = self.call.created is None or self.seconds >= limits.STALL_SECONDS
         return len(self.here) == self.size and not self.missing and is_long
 
 
@@ -65,43 +48,23 @@ class BlockedCalls:
 
     def __init__(self, facts: RunFacts, traces: Mapping[int, RankTrace], source: str) -> None:
         self.facts, self.traces, self.source = facts, traces, source
-        self.mismatches: list[Cause] = []
-        self.waits: dict[int, Wait] = {}
-        for rank, trace in traces.items():
-            # as a rank ended that had lost a peer, the recorder has retired the call that it was in
-            last = trace.calls[-1] if trace.calls and rank in facts.lost_a_peer else None
-            call = next((open_call for open_call in trace.calls if not open_call.done), last)
-            if call is not None and not facts.has_moved_on(rank) and not self._is_over(rank, call):
-                self.waits[rank] = self._wait(rank, call)
+        self.waits = {rank: self._wait(rank, call) for rank in traces if (call := self._find_open_call(rank))}
         self._shorten_waits_for_the_last()
         # seconds of the longest wait; dumps of one request are made within seconds, and a wait may end between them
         waits = [wait for rank, wait in self.waits.items() if not self._find_leavers(rank, wait.call)]
         self.age = max((wait.seconds for wait in waits), default=0.0)
-        self.mismatches += self._find_mismatches()
+        self.mismatches = [*self._find_unequal_messages(), *self._find_mismatches()]
         behind = self._find_late()
         # in a call that all ranks of the group have come to
         self.met = {rank for rank, wait in self.waits.items() if rank not in behind and wait.is_met
                     and not any(self._is_elsewhere(other, rank) for other in wait.here)}  # fmt: skip
-        together = {rank: wait for rank, wait in self.waits.items() if not wait.call.p2p}
-        begun = {(wait.call.group, wait.call.number) for wait in together.values() if wait.call.started}
-        # in a call that the other GPUs have begun, and theirs have not
-        self.unbegun = {rank for rank, wait in together.items()
-                     if not wait.call.started and (wait.call.group, wait.call.number) in begun}  # fmt: skip
-        # in a call that all have come to, and all others have left: calls are made ahead of the GPU, so a rank whose
-        # GPU fails has called what the others wait in
-        self.still_inside = {rank for rank, wait in together.items()
-                     if wait.is_met and not traces[rank].partial and len(wait.here) > 1
-                     and all(self._has_left(other, rank) for other in wait.here - {rank})}  # fmt: skip
-        for ranks in (self.unbegun, self.still_inside):
-            if len(ranks) >= len(self.waits) / 2:  # a majority does not block itself
-                ranks.clear()
-        self.roots = behind | self.unbegun | self.still_inside  # ranks that others wait for and that wait for no rank
-        self.what = {rank: self._find_activity(rank) for rank in self.roots}
+        self.unbegun, inside = self._find_held_gpus()
+        self.what = {rank: self._find_activity(rank) for rank in behind} | inside | self.unbegun
+        self.roots = set(self.what)  # ranks that others wait for and that wait for no rank
         self.decisive = {rank for rank, one in self.what.items() if one.kind in ENDED and self.age >= one.grace}
         ended = [rank for rank in facts.states if facts.activity(rank).kind == "gone"]
-        self.first = facts.find_first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
-        if self.first is not None and not (self.decisive or self.first in self.waits):
-            self.first = None
+        first = facts.find_first_to_end(ended) if any(facts.states[rank].error for rank in ended) else None
+        self.first = first if self.decisive or first in self.waits else None
         if self.first is not None:  # the others ended after it, or were terminated
             self.decisive, self.what[self.first] = {self.first}, facts.end_of(self.first)
             self.roots.add(self.first)
@@ -111,6 +74,18 @@ class BlockedCalls:
         self.wait = f"{source}: {'; '.join(self._describe(self.waiting))}{age}"
 
     # Who waits for whom ----------------------------------------------------------------------------------------------
+
+    def _find_open_call(self, rank: int) -> Call | None:
+        """Return the call that a rank waits in; None if there is none, or if another rank shows that it is over."""
+        calls = self.traces[rank].calls
+        # as a rank ended that had lost a peer, the recorder has retired the call that it was in
+        last = calls[-1] if calls and rank in self.facts.lost_a_peer else None
+        call = next((open_call for open_call in calls if not open_call.done), last)
+        if call is None or self.facts.has_moved_on(rank):
+            return None
+        ages, leavers = self.facts.ages, self._find_leavers(rank, call)
+        is_over = any(ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS for other in leavers)
+        return None if is_over else call
 
     def _wait(self, rank: int, call: Call) -> Wait:
         """A rank's wait, with the members of its group sorted into those that have come, have not, and the unknown.
@@ -128,10 +103,6 @@ class BlockedCalls:
         for other in inside - {rank}:
             came = self._has_come(other, rank, wait)
             (wait.here if came else wait.unseen if came is None else wait.missing).add(other)
-            match = self._find_other_end(rank, call, other) if call.p2p and call.op == "send" and came else None
-            if match and call.sizes and match.sizes and _lengths(call) != _lengths(match):  # which is wrong is unknown
-                self.mismatches.append(make_cause("unequal", sender=rank, sent=call.words, receiver=other,
-                                                   received=match.words))  # fmt: skip
         return wait
 
     def _last_written(self, rank: int) -> float:
@@ -149,14 +120,14 @@ class BlockedCalls:
         if ranks := trace.groups.get(group) or (state.groups.get(group) if state else None):
             return set(ranks)
         world = self.facts.world or 0
-        return set(range(world)) if trace.names.get(group) == "default_pg" and world <= MAX_RANKS else set()
+        return set(range(world)) if trace.names.get(group) == "default_pg" and world <= limits.MAX_RANKS else set()
 
     def _has_come(self, other: int, rank: int, wait: Wait) -> bool | None:
         """Whether a rank has entered a rank's call; None if no source shows it. A log without it proves nothing."""
         call, facts, trace, state = wait.call, self.facts, self.traces.get(other), self.facts.states.get(other)
         # what a rank wrote before the wait began says nothing of the wait, nor does a rank of a later start
         is_old = rank in facts.states and state is not None and (facts.ages.get(other, 0.0) > wait.ago or (
-            bool(state.marks) and self._ago(other, state.marks[0].at) < wait.ago - STALE_SECONDS))  # fmt: skip
+            bool(state.marks) and self._ago(other, state.marks[0].at) < wait.ago - limits.STALE_SECONDS))  # fmt: skip
         if call.p2p:
             posted = self._find_other_end(rank, call, other) is not None
             return True if posted else None if trace is None or trace.partial or is_old else False
@@ -201,25 +172,17 @@ class BlockedCalls:
         return [other for other, trace in self.traces.items() if other != rank and not call.p2p
                 and trace.newest_in(call.group) > call.number and trace.has_left(call)]  # fmt: skip
 
-    def _is_over(self, rank: int, call: Call) -> bool:
-        """Whether another rank, which has written since this one did, has left the call: this wait is an old one."""
-        ages, leavers = self.facts.ages, self._find_leavers(rank, call)
-        return any(ages.get(rank, 0.0) > ages.get(other, 0.0) + NEWER_SECONDS for other in leavers)
-
     def _shorten_waits_for_the_last(self) -> None:
         """A call that all have entered can proceed only after the last rank came: from then on its time counts."""
-        entered: dict[tuple[str, int, bool], dict[int, float]] = {
-            (wait.call.group, wait.call.number, wait.call.p2p): {}
-            for wait in self.waits.values() if len(wait.here) == wait.size and wait.call.created
+        complete = [wait for wait in self.waits.values() if len(wait.here) == wait.size and wait.call.created]
+        keys = {wait.call.key for wait in complete}
+        entered = {  # a rank may have left it
+            (rank, call.key): self._ago(rank, call.created)
+            for rank, trace in self.traces.items() for call in trace.calls
+            if call.created and call.key in keys and not (call.p2p and call.done)
         }  # fmt: skip
-        for rank, trace in self.traces.items() if entered else ():
-            for call in trace.calls:  # a rank may have left it
-                if call.created and (call.group, call.number, call.p2p) in entered and not (call.p2p and call.done):
-                    entered[call.group, call.number, call.p2p][rank] = self._ago(rank, call.created)
-        for wait in self.waits.values():
-            if len(wait.here) == wait.size and wait.call.created:
-                times = entered[wait.call.group, wait.call.number, wait.call.p2p]
-                wait.seconds = min(wait.seconds, *(times.get(other, inf) for other in wait.here))
+        for wait in complete:
+            wait.seconds = min(wait.seconds, *(entered.get((other, wait.call.key), inf) for other in wait.here))
 
     def _find_late(self) -> set[int]:
         """Return ranks that others wait for and that wait for nobody; none of a cycle.
@@ -244,9 +207,27 @@ class BlockedCalls:
         failed = rank == self.facts.first or any(state.error for state in states.values())
         if rank not in states or not states[rank].ended or failed:
             return True
-        waiting = Counter((wait.call.group, wait.call.number) for wait in waits)
-        return any(wait.call.p2p or not wait.size or waiting[wait.call.group, wait.call.number] > wait.size / 2
-                   for wait in waits)  # fmt: skip
+        waiting = Counter(wait.call.key for wait in waits)
+        return any(wait.call.p2p or not wait.size or waiting[wait.call.key] > wait.size / 2 for wait in waits)
+
+    def _find_held_gpus(self) -> tuple[dict[int, Activity], dict[int, Activity]]:
+        """Return the ranks whose GPUs have not begun a call that others have, and those that have not finished it.
+
+        Calls are made ahead of the GPU, so a rank whose GPU hangs has called what the others wait in.
+        """
+        waits = {rank: wait for rank, wait in self.waits.items() if not wait.call.p2p}
+        begun = {wait.call.key for wait in waits.values() if wait.call.started}
+        unbegun, inside = dict[int, Activity](), dict[int, Activity]()
+        for rank, wait in waits.items():
+            text = describe(wait.call)
+            if not wait.call.started and wait.call.key in begun:
+                unbegun[rank] = Activity(
+                    "gpu", f"has called {text}, and its GPU has not begun it: work before it still runs"
+                )
+            elif wait.is_met and len(wait.here) > 1 and all(self._has_left(one, rank) for one in wait.here - {rank}):
+                inside[rank] = Activity("gpu", f"is still in {text}, which the others have finished")
+        most = len(self.waits) / 2  # a majority does not block itself
+        return unbegun if len(unbegun) < most else {}, inside if len(inside) < most else {}
 
     def _find_waiters(self, rank: int) -> dict[int, Wait]:
         """Return the waits for a rank, by waiting rank."""
@@ -270,11 +251,7 @@ class BlockedCalls:
         """What a rank does that others wait for: by its calls if it waits itself, else by its own file or its calls."""
         facts = self.facts
         if rank in self.waits:
-            text = describe(self.waits[rank].call)
-            if rank in self.unbegun:
-                return Activity("gpu", f"has called {text}, and its GPU has not begun it: work before it still runs")
-            kind = "gpu" if rank in self.still_inside else "unknown"
-            return Activity(kind, f"is still in {text}, which the others have finished")
+            return Activity("unknown", f"is still in {describe(self.waits[rank].call)}, which the others have finished")
         waits = self._find_waiters(rank)
         if rank in facts.states or rank in facts.processes or rank in facts.stacks:
             longest = max((wait.ago for wait in waits.values() if wait.call.created), default=None)
@@ -314,7 +291,7 @@ class BlockedCalls:
             return self._judge_without_root()
         if (early := self._judge_patience()) is not None:
             return early
-        if not self.decisive and self.roots <= set(self.waits) - self.unbegun and self._is_resending():
+        if not self.decisive and self.roots <= self.waits.keys() - self.unbegun.keys() and self._is_resending():
             behind = self.waits[min(self.roots)]  # all have come to the call that these are still in: not late
             message = f"{ranks_of(sorted(self.roots))}: still in {describe(behind.call)}"
             cause = network(facts, "transfers no data", self.wait, message, between=sorted(behind.here))
@@ -327,7 +304,7 @@ class BlockedCalls:
         untimed = not any(trace.taken or trace.written for trace in self.traces.values()) and not self.facts.states
         return (
             self.source != "flight recorder"
-            or self.age >= max(STALL_SECONDS, LONGER * usual)
+            or self.age >= max(limits.STALL_SECONDS, limits.LONGER * usual)
             or (untimed and any(wait.missing for wait in self.waits.values()))
         )
 
@@ -374,9 +351,9 @@ class BlockedCalls:
         # a count of calls does not show which call it is: the dumps of these ranks are about to come
         counted = sorted({member for wait in waits.values() for member in wait.here if facts.has_moved_on(member)})
         elsewhere = [member for member in counted if self.what[member].kind != "collective"]
-        if elsewhere or (counted and self.age < 2 * STALL_SECONDS):
+        if elsewhere or (counted and self.age < 2 * limits.STALL_SECONDS):
             return make_open_verdict([f"{ranks_of(counted)} made calls that their dumps do not show yet; {self.wait}"],
-                           facts.limit if elsewhere else 2 * STALL_SECONDS, self.waiting)  # fmt: skip
+                           facts.limit if elsewhere else 2 * limits.STALL_SECONDS, self.waiting)  # fmt: skip
         if circle := self._find_circle():
             return self._judge_circle(circle)
         if self.met:
@@ -394,18 +371,9 @@ class BlockedCalls:
         unknown_part = f"whether {ranks_of(unseen)} entered is unknown"
         if unseen and len(what) == len(unseen) and self.age < facts.limit and not facts.gave_up:
             return make_open_verdict([f"{unknown_part}; {self.wait}"], facts.limit, self.waiting)
-        numbers: dict[str, set[int]] = {}
-        for wait in waits.values():
-            if wait.call.group and not wait.call.p2p:
-                numbers.setdefault(wait.call.group, set()).add(wait.call.number)
-        apart = [
-            f"some have left number {min(here)} of group {group}, and wait in number {max(here)}: calls that do not "
-            f"match, or a GPU that hangs in number {min(here)}"
-            for group, here in numbers.items() if len(here) > 1
-        ]  # fmt: skip
         unknown_part = unknown_part if unseen else "the rank that has not entered is unknown"
         return facts.named("rank_unknown", waiting=self.waiting, waits="; ".join(self._describe(self.waiting)),
-                           evidence=tuple(dict.fromkeys((self.wait, *apart)))[:4], rest=unknown_part)  # fmt: skip
+                           evidence=(self.wait,), rest=unknown_part)  # fmt: skip
 
     def _find_circle(self) -> tuple[int, ...]:
         """Return the ranks of a cycle, each of which waits for another of them."""
@@ -421,28 +389,27 @@ class BlockedCalls:
         it went past their call. They must be more than half of the ranks that are in both groups.
         """
         facts, waits = self.facts, self.waits
-        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in BUSY_KINDS]
+        busy = [rank for rank in circle if rank in self.what and self.what[rank].kind in WORK]
         if busy and self.age < facts.limit:  # it has called ahead, and may yet come
             rows = [f"rank {rank} {self.what[rank].words}; {self.wait}" for rank in busy]
             return make_open_verdict(rows, facts.limit, self.waiting)
         unseen = sorted({other for rank in circle for other in waits[rank].unseen} - waits.keys())
         odd: dict[int, list[int]] = {}  # by rank: those that wait for it in their call
         for rank in circle if not busy and all(map(self._is_in_one_group, circle)) else ():
-            own_wait, sides = waits[rank], dict[tuple[str, int], list[int]]()
+            own_wait, sides = waits[rank], dict[tuple[str, int, bool], list[int]]()
             for other in sorted(own_wait.missing & waits.keys()):
                 if rank in waits[other].missing and not waits[other].call.p2p:
-                    sides.setdefault((waits[other].call.group, waits[other].call.number), []).append(other)
-            for (group, _), others in sides.items():
+                    sides.setdefault(waits[other].call.key, []).append(other)
+            for (group, *_), others in sides.items():
                 both = self._members(rank, group) & self._members(rank, own_wait.call.group)
                 if len(others) > len(both) / 2 > 0:
                     odd[rank] = others
-        if unseen and not odd and self.age < 2 * STALL_SECONDS:  # the dumps of these ranks are about to come
+        if unseen and not odd and self.age < 2 * limits.STALL_SECONDS:  # the dumps of these ranks are about to come
             rows = [f"whether {ranks_of(unseen)} entered is unknown; {self.wait}"]
-            return make_open_verdict(rows, 2 * STALL_SECONDS, self.waiting)
+            return make_open_verdict(rows, 2 * limits.STALL_SECONDS, self.waiting)
         rank, others = min(odd.items(), default=(circle[0], [circle[0]]))
         call = waits[others[0]].call
-        is_reordered = any((entry.group, entry.number, entry.p2p) == (call.group, call.number, False)
-                   for entry in self.traces[rank].calls)  # fmt: skip
+        is_reordered = any(entry.key == call.key for entry in self.traces[rank].calls)
         return facts.named(
             "circle_odd" if odd else "circle",
             state="failed" if any(state.ended and state.error for state in facts.states.values()) else "stuck",
@@ -466,9 +433,17 @@ class BlockedCalls:
         state, wait = self.facts.states.get(rank), self.waits.get(rank)
         is_there = state is not None and wait is not None and wait.call is call and (
             any(map(IN_CALL.search, state.where)) if state.error
-            else state.phase == "collective" and wait.seconds >= 2 * LOOK_SECONDS)  # fmt: skip
+            else state.phase == "collective" and wait.seconds >= 2 * limits.LOOK_SECONDS)  # fmt: skip
         frames = state.own if state is not None and is_there and state.own else call.frames
         return f", from {frames[0]}" if frames else ""
+
+    def _find_unequal_messages(self) -> Iterator[Cause]:
+        """The sends whose receives expect another size or type: which of the two is wrong is unknown."""
+        for rank, wait in self.waits.items():
+            for other in wait.here - {rank} if wait.call.p2p and wait.call.op == "send" else ():
+                match = self._find_other_end(rank, wait.call, other)
+                if match and wait.call.sizes and match.sizes and _lengths(wait.call) != _lengths(match):
+                    yield make_cause("unequal", sender=rank, sent=wait.call.words, receiver=other, received=match.words)
 
     def _find_mismatches(self) -> Iterator[Cause]:
         """The oldest call of each group that a rank waits in, and the ranks that called something else there.
@@ -498,7 +473,7 @@ class BlockedCalls:
 def _longest_pause(trace: RankTrace, until: Call) -> float:
     """Return the longest pause in seconds between earlier calls, but the first: they wait for the last to start."""
     times = [call.created for call in trace.calls if until.created and call.created and call.record < until.record]
-    return max((b - a for a, b in pairwise(times[START_CALLS:])), default=0.0)
+    return max((b - a for a, b in pairwise(times[limits.START_CALLS :])), default=0.0)
 
 
 # The network ----------------------------------------------------------------------------------------------------------
@@ -529,7 +504,7 @@ def network(facts: RunFacts, symptom: str, *evidence: str, between: Sequence[int
     if not total or len(facts.states) < 2:
         return make_cause("network", what=symptom, evidence=rows)
     (link, highest), *further = links.most_common(2)
-    odds = _compare_counts(highest, further[0][1] if further else 0) if highest / total >= EXPLAINS else 0.0
+    odds = _compare_counts(highest, further[0][1] if further else 0) if highest / total >= limits.EXPLAINS else 0.0
     if odds >= 1:
         return _link(sorted(link), highest / total, symptom, rows)
     by_host = Counter({host: sum(n for link, n in links.items() if host in link) for host in frozenset().union(*links)})
@@ -537,13 +512,13 @@ def network(facts: RunFacts, symptom: str, *evidence: str, between: Sequence[int
     others = sorted(frozenset().union(*(link for link in links if host in link)) - {host})
     elsewhere = sum(n for link, n in links.items() if second in link and host not in link)
     of_node = touched - links[frozenset((host, second))]
-    odds_of_node = _compare_counts(of_node, elsewhere) if touched / total >= EXPLAINS else 0.0
+    odds_of_node = _compare_counts(of_node, elsewhere) if touched / total >= limits.EXPLAINS else 0.0
     if len(others) > 1 and odds_of_node >= 1:
         return make_cause("node", host=host, what=symptom, others=", ".join(others), nodes=(host,),
                            share=touched / total, evidence=rows)  # fmt: skip
     if 0 < (best := max(odds, odds_of_node)) < 1:
         rows = (*rows, "which link it is cannot be distinguished yet; if this continues, it can be in about "
-                       f"{max(1.0, looks * LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
+                       f"{max(1.0, looks * limits.LOOK_SECONDS * (1 / best - 1)):.0f} s")  # fmt: skip
     return make_cause("network", what=symptom, evidence=rows)
 
 
@@ -567,11 +542,11 @@ def _count_backlog(facts: RunFacts, between: Sequence[int], since: float) -> Cou
 def _compare_counts(looks: int, others: int) -> float:
     """How far two counts of looks differ, as the square of the share of the margin: 1 is distinguishable.
 
-    Counts of rare looks scatter by their square root (Poisson); the margin holds for a run with CONFIDENCE.
+    Counts of rare looks scatter by their square root (Poisson); the margin holds for a run with limits.CONFIDENCE.
     """
     if looks <= others:
         return 0.0
-    return (looks - others) ** 2 / (NormalDist().inv_cdf(CONFIDENCE) ** 2 * (looks + others))
+    return (looks - others) ** 2 / (NormalDist().inv_cdf(limits.CONFIDENCE) ** 2 * (looks + others))
 
 
 # Calls that do not match ----------------------------------------------------------------------------------------------
@@ -589,17 +564,15 @@ def signature(call: Call) -> tuple[object, ...]:
     return (call.op, *(_lengths(call) if call.op.lower() in _ALIKE else ()))
 
 
-def find_odd_rank(facts: RunFacts, ranks: tuple[int, ...]) -> Cause | None:
-    """The one rank that gloo ended by the sizes of its call, if all others of the job were alike in their last call."""
+def judge_odd_size(facts: RunFacts, ranks: tuple[int, ...]) -> Verdict | None:
+    """Name the one rank that gloo ended by the size of its call, if the last calls of all others were alike."""
     last = {rank: trace.calls[-1] for rank, trace in facts.traces.items() if trace.calls and rank not in ranks}
     alike = {(call.group, call.number, signature(call)) for call in last.values()}
     if len(ranks) != 1 or len(alike) != 1 or not 1 < len(last) == (facts.world or 0) - 1:
         return None
     evidence = tuple(f"rank {rank}: {describe(call)}" for rank, call in sorted(last.items()))[:8]
-    others, call = ranks_of(sorted(last)), next(iter(last.values()))
-    message = f"{ranks_of(ranks)} calls another size or another collective than {others} in {describe(call)}"
-    return Cause(code="call.size", message=message, ranks=ranks, evidence=(*evidence, facts.log.cut_short),
-                 action=_SAME_CALL)  # fmt: skip
+    return facts.named("odd_size", ranks=ranks, evidence=(*evidence, facts.log.cut_short), who=ranks_of(ranks),
+                       others=ranks_of(sorted(last)), call=describe(next(iter(last.values()))))  # fmt: skip
 
 
 def mismatch(rows: Mapping[int, Call], *, size: int | None, lines: Mapping[int, str]) -> Cause:
@@ -625,7 +598,7 @@ def mismatch(rows: Mapping[int, Call], *, size: int | None, lines: Mapping[int, 
     restriction = "; there is no majority, so it is unknown which of them is wrong"
     if size is None:
         restriction = "; the log names no process group, so they may be of different groups"
-    elif len(rows) < size <= MAX_RANKS:
+    elif len(rows) < size <= limits.MAX_RANKS:
         absent = [rank for rank in range(size) if rank not in rows] if size > max(rows) else []
         restriction = f"; the calls of {ranks_of(absent) if absent else 'other ranks'} are not known"
     message = f"{ranks_of(sorted(rows))} disagree: {each}{restriction}"

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from collectives.nccl_log.codes import CODES as LOG_CODES, find_case, find_codes
 from collectives.traces.rank_files import Mark, RankState, RankTrace
 from collectives.traces.watchdog import LogFacts
 from contracts.run_record import FailedRank
-from contracts.tables import read_table
+from planner.why import limits, words
+from planner.why.words import KINDS, WORDS, are_alike, find_remedy, get_kind, headline, is_own
 
 SCHEMA_VERSION = 1
-EXPLAINS = 0.8  # fraction of the wait; a cause below it is listed with its share, and no rank is named alone
-CONFIDENCE = 0.999  # confidence that no rank or link is named by chance: one false alarm in a thousand verdicts
-LOOK_SECONDS = 1.0  # polling interval of a rank's monitor
-STALL_SECONDS = 15.0  # after which the monitor of a rank dumps its calls
-LONGER = 2.0  # times the longest earlier pause or the usual pace of this run
-WRITE_SECONDS = 10.0  # interval at which a rank writes its file
-STALE_SECONDS = 30.0  # three times that interval
-TOGETHER_SECONDS = 15.0  # by which the last writes of ranks that end at once may differ: that interval and half of it
-# Clocks of hosts that train together have been seen to differ by 40 s. Times by two hosts' clocks have a known order
-# only if they differ by three times that. Ranks of one host read one clock, and write their end within two samples.
-CLOCKS_SECONDS, ORDER_SECONDS = 120.0, 2.0
-SILENT_RUN_SECONDS = 60.0  # six of these intervals, after which a run in which no rank writes has ended
-# PyTorch ends a job whose ranks wait for 600 s (default of NCCL's process group): half of it leaves time to act.
-BUSY_SECONDS = 300.0
-IDLE_SECONDS = 60.0  # for a rank without CPU use and I/O: one tenth of PyTorch's 600 s
-IDLE_SHARE = 0.05  # of a CPU: below it the main thread does not compute
-START_CALLS = 8  # of a job that is still starting, besides one for each group
-MAX_RANKS = 1 << 17  # maximum number in a job
-_WORDS = read_table(__file__, "why.toml")
-LOST_PEER, TIMED_OUT, IN_CALL, _OF_GPU, PASSES_ON = (
-    re.compile("|".join(_WORDS["text"][name]), re.IGNORECASE if name in ("lost_peer", "timed_out") else 0)
-    for name in ("lost_peer", "timed_out", "in_call", "of_gpu", "passes_on")
-)
-_LIMIT = re.compile(r"(?:Timed out waiting |Timeout\(ms\)=)(\d{1,12})")
-# gloo/transport/tcp/pair.cc
-_CLOSED = re.compile(r"(?:by peer|error) \[([0-9a-fA-F.:]{2,45})\]:(\d{1,5})(?!: Connection timed out|: No route)")
-# phases that may take long: others wait for them up to the limit
-LONG_PHASES = ("save", "evaluate", "compile", "server", "prompt", "join")
-ENDED = ("gone", "stopped")  # states for which waiting is useless
-_ON_HOST = ("rank.idle", "rank.io", "rank.server", "rank.prompt", "rank.stopped")  # the rank's GPU has no part in it
-DOING, ANSWERS, ACTIONS, CODES, _OF_PROGRAM = (_WORDS[n] for n in ("doing", "answer", "action", "code", "of_program"))
-BUSY_KINDS = frozenset(DOING) - {"collective"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +36,7 @@ def make_cause(
     evidence: tuple[str, ...] = (), **fields: object,
 ) -> Cause:  # fmt: skip
     """Return the cause with this key in why.toml, its fields filled in."""
-    row = _WORDS["cause"][key]
+    row = WORDS["cause"][key]
     message, action = (row.get(part, "").format(**fields) for part in ("message", "action"))
     return Cause(code=row["code"], message=message, action=action, ranks=ranks, nodes=nodes, share=share,
                  evidence=evidence)  # fmt: skip
@@ -105,9 +72,13 @@ class Verdict:
         """Return whether the verdict says that ranks wait, but not for which rank."""
         return bool(self.causes) and self.causes[0].code == "call.timeout"
 
+    def blaming(self, state: str, *causes: Cause, **changes: Any) -> Verdict:
+        """Return it with another state and other causes, the first of which is its line."""
+        return replace(self, state=state, line=f"{state}: {causes[0].message}", causes=causes, **changes)
+
     def with_question(self, key: str, **fields: object) -> Verdict:
         """Return it with a question of why.toml that stays open; where no fault was found, it may be unknown for it."""
-        line, missing, how = (_WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
+        line, missing, how = (WORDS["open"][key].get(part, "").format(**fields) for part in ("line", "what", "how"))
         verdict = replace(self, unknown=(*self.unknown, Unknown(what=missing, command=how)))
         if not line or self.state not in ("fine", "unknown"):
             return verdict
@@ -145,17 +116,15 @@ class RunFacts:
     hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks, as the logs name them
     world: int | None = None
     now: float = 0.0
-    limit: float = BUSY_SECONDS  # for which ranks may wait for one that is at work
+    limit: float = limits.BUSY_SECONDS  # for which ranks may wait for one that is at work
 
     # How the run and its ranks have ended ----------------------------------------------------------------------------
 
     @cached_property
-    def gave_up(self) -> dict[int, float]:
-        """Return when each rank last wrote that ended because its wait timed out."""
-        return {
-            rank: state.written for rank, state in self.states.items()
-            if rank in self.log.traces or (state.ended and state.error and TIMED_OUT.search(state.error))
-        }  # fmt: skip
+    def gave_up(self) -> frozenset[int]:
+        """Return the ranks that ended because their wait timed out."""
+        return frozenset(rank for rank, state in self.states.items() if rank in self.log.traces or (
+            state.ended and state.error and words.TIMED_OUT.search(state.error)))  # fmt: skip
 
     @cached_property
     def lost_a_peer(self) -> frozenset[int]:
@@ -182,13 +151,13 @@ class RunFacts:
             return {"2": "SIGINT", "15": "SIGTERM", "1": "SIGHUP"}.get(self.log.stopped, self.log.stopped)
         ages = [self.ages.get(rank, 0.0) for rank, state in self.states.items()
                 if self.processes.get(rank) == "gone" and not state.ended]  # fmt: skip
-        together = len(ages) == max(len(states), self.world or 1) > 1 and max(ages) - min(ages) <= TOGETHER_SECONDS
-        return "unknown" if together else ""
+        is_complete = len(ages) == max(len(states), self.world or 1) > 1
+        return "unknown" if is_complete and max(ages) - min(ages) <= limits.TOGETHER_SECONDS else ""
 
     @property
     def before_end(self) -> RunFacts:
         """The same facts, as they were when the ranks last wrote: only those that ended well long before had ended."""
-        states = {rank: state if state.ended and not state.error and self.ages.get(rank, 0.0) > TOGETHER_SECONDS
+        states = {rank: state if state.ended and not state.error and self.ages.get(rank, 0.0) > limits.TOGETHER_SECONDS
                   else replace(state, ended=False, error=None) for rank, state in self.states.items()}  # fmt: skip
         processes = {rank: kind for rank, kind in self.processes.items() if kind != "gone"}
         log = replace(self.log, stopped="", errors={})
@@ -203,15 +172,18 @@ class RunFacts:
         state, given_up = self.states.get(rank), self.gave_up
         if state is None or state.ended or rank in given_up or rank == self.first or not given_up:
             return False
-        if any(other in self.ages for other in given_up):
-            return self.ages.get(rank, 0.0) <= max(self.ages.get(other, 0.0) for other in given_up) + STALE_SECONDS
-        return state.written >= min(given_up.values()) - STALE_SECONDS
+        return self.ages.get(rank, 0.0) <= max(self.ages.get(one, 0.0) for one in given_up) + limits.STALE_SECONDS
+
+    def error_of(self, rank: int) -> str | None:
+        """Return the exception that ended a rank, by its own file or the log."""
+        state = self.states.get(rank)
+        return (state.error if state else None) or self.log.errors.get(rank)
 
     def find_first_to_end(self, ranks: Sequence[int]) -> int | None:
         """The rank whose error is its own; else the one that the others' errors lead to: a peer that was lost."""
-        errors = {rank: error for rank in ranks if (error := self.states[rank].error or self.log.errors.get(rank))}
+        errors = {rank: error for rank in ranks if (error := self.error_of(rank))}
         if self.first is not None and self.first in ranks and is_own(errors.get(self.first, "")):
-            clean = [rank for rank in ranks if self.states[rank].ended and not self.states[rank].error]
+            clean = [rank for rank in ranks if (state := self.states.get(rank)) and state.ended and not state.error]
             left = [rank for rank in clean if self.first not in errors
                     and 0 < self.count_calls(rank) < self.count_calls(self.first)]  # fmt: skip
             return left[0] if len(left) == 1 else self.first
@@ -219,7 +191,7 @@ class RunFacts:
         if own:
             unclear = len(own) > 1 and (are_alike([errors[one] for one in own]) or not self._ended_before(*own[:2]))
             return None if unclear else own[0]
-        closed = (found for error in errors.values() if (found := _CLOSED.search(error)))
+        closed = (found for error in errors.values() if (found := words.CLOSED.search(error)))
         ends = [(match[1].removeprefix("::ffff:"), match[2]) for match in closed]
         # those that the launcher has ended wrote no final state either
         quiet = [r for r, s in self.states.items() if not s.error and s.pid not in self.log.terminated]
@@ -231,7 +203,7 @@ class RunFacts:
         if pointed:
             return pointed.most_common(1)[0][0]
         quiet = [rank for rank in quiet if rank in ranks]
-        if ends and self.lost_a_peer == set(self.states) and (self.world or 0) <= MAX_RANKS:
+        if ends and self.lost_a_peer == set(self.states) and (self.world or 0) <= limits.MAX_RANKS:
             # all that have written lost another, which was killed before its monitor wrote
             quiet = [rank for rank in range(self.world or 0) if rank not in self.states and rank not in self.traces]
         return quiet[0] if len(quiet) == 1 else None
@@ -250,15 +222,17 @@ class RunFacts:
         return sum(trace.enqueued.values()) if is_new else 0
 
     def _ended_before(self, first: int, second: int) -> bool:
-        """Whether a rank ended before another one by more than their clocks can differ."""
+        """Whether a rank ended before another one, by the order of a log or by more than their clocks can differ."""
+        if first not in self.states:
+            return self.in_order
         one_clock = not self.copied and self.host(first) is not None and self.host(first) == self.host(second)
-        margin = ORDER_SECONDS if one_clock else CLOCKS_SECONDS
+        margin = limits.ORDER_SECONDS if one_clock else limits.CLOCKS_SECONDS
         return self.ages.get(first, 0.0) - self.ages.get(second, 0.0) > margin
 
     def end_of(self, rank: int) -> Activity:
         """Return how a lost rank ended; if its host is not visible, only the other ranks show it."""
         now = self.activity(rank)
-        if now.kind in (*ENDED, "silent"):
+        if now.kind in (*words.ENDED, "silent"):
             return now
         return Activity("gone", "has closed its connections, and wrote no final state")
 
@@ -282,13 +256,14 @@ class RunFacts:
         if process == "gone" and not self.outlived(rank):
             return Activity("gone", "is gone: its process has ended, and it wrote no final state")
         if process == "stopped":  # perhaps for a moment only, as py-spy and gdb do it
-            is_brief = self.ages.get(rank, 0.0) < STALL_SECONDS + WRITE_SECONDS and "runs" in self.processes.values()
+            is_new = self.ages.get(rank, 0.0) < limits.STALL_SECONDS + limits.WRITE_SECONDS
+            is_brief = is_new and "runs" in self.processes.values()
             text = "is stopped (state T of its process: a signal or a debugger)"
-            return Activity("stopped", text, STALL_SECONDS if is_brief else 0.0)
+            return Activity("stopped", text, limits.STALL_SECONDS if is_brief else 0.0)
         if state is None:
             unseen = "has no known position: no log, trace or RAS report covers it"
             return Activity("unknown", f"is in {' < '.join(stack[:3])}" if stack else unseen)
-        age, stale = self.ages.get(rank, 0.0), CLOCKS_SECONDS if self.copied else STALE_SECONDS
+        age, stale = self.ages.get(rank, 0.0), limits.CLOCKS_SECONDS if self.copied else limits.STALE_SECONDS
         is_mute = age > stale and not self.outlived(rank)
         if is_mute and process != "runs":  # its host may be down, or one call holds the GIL
             text = f"has written no heartbeat for {age:.0f} s, while other ranks have"
@@ -299,9 +274,9 @@ class RunFacts:
             return Activity(kind, f"runs, but has written no heartbeat for {age:.0f} s{place}", self.limit)
         since = f" for {state.written - state.since:.0f} s" if state.since and state.written > state.since else ""
         effort = "" if state.cpu_share is None else f" ({state.cpu_share:.0%} of a CPU)"
-        if state.cpu_share is not None and state.cpu_share < IDLE_SHARE:
+        if state.cpu_share is not None and state.cpu_share < limits.IDLE_SHARE:
             effort = f" (no CPU time; its process moves {'' if state.is_active else 'hardly any '}data)"
-        return Activity(kind, f"{DOING.get(kind, 'is at work')}{since}{place}{effort}", self._get_grace(state))
+        return Activity(kind, f"{get_kind(kind).does}{since}{place}{effort}", self._get_grace(state))
 
     def _is_unreachable(self, state: RankState) -> bool:
         """Whether other ranks have lost a peer, or send bytes again to this rank's host, which does not answer."""
@@ -316,14 +291,14 @@ class RunFacts:
         Long work that only one rank does (data before the first step, evaluation, generation, upload, a checkpoint)
         may take the limit. In lines that ordinary steps run through, all the way from the script, it may take no longer
         than a stall: a model's own code also runs in an evaluation, but another line calls it there. A main thread that
-        does not compute, in a process that hardly moves data, may take IDLE_SECONDS once the training has begun.
+        does not compute, in a process that hardly moves data, may take limits.IDLE_SECONDS once the training has begun.
         """
-        if state.phase in LONG_PHASES or state.calls < len(state.groups) + START_CALLS:
+        if state.phase in words.LONG_PHASES or state.calls < len(state.groups) + limits.START_CALLS:
             return self.limit
         if state.own and set(state.own) <= set(state.usual):
-            return min(STALL_SECONDS, self.limit)
+            return min(limits.STALL_SECONDS, self.limit)
         is_idle = state.cpu_share is None or find_main_phase(state, "compute") == "idle"
-        return min(IDLE_SECONDS, self.limit) if is_idle else self.limit
+        return min(limits.IDLE_SECONDS, self.limit) if is_idle else self.limit
 
     def find_activity_since(self, rank: int, begun: float) -> Activity:
         """activity(), but what a rank did since the others' wait began counts, where it does something else only now.
@@ -339,16 +314,16 @@ class RunFacts:
         old = next((one for one in reversed(state.marks) if one.at <= begun), Mark(at=begun if state.marks else until))
         looks = {phase: n - old.samples.get(phase, 0) for phase, n in state.samples.items()}
         # a call that holds the GIL prevents looks
-        if sum(looks.values()) * LOOK_SECONDS < (until - old.at) / 2:
-            text = f"{DOING[now.kind]} by its last sample, and for most of the wait its monitor could not run"
+        if sum(looks.values()) * limits.LOOK_SECONDS < (until - old.at) / 2:
+            text = f"{KINDS[now.kind].does} by its last sample, and for most of the wait its monitor could not run"
             return Activity(now.kind, text, self.limit)
         total = sum(n for phase, n in looks.items() if phase != "collective")
-        long = {phase: n for phase, n in looks.items() if phase in LONG_PHASES}
-        if not state.since or state.since <= begun or total <= 0 or sum(long.values()) / total <= 1 - EXPLAINS:
+        long = {phase: n for phase, n in looks.items() if phase in words.LONG_PHASES}
+        if not state.since or state.since <= begun or total <= 0 or sum(long.values()) / total <= 1 - limits.EXPLAINS:
             return now
         busy = max(long, key=lambda phase: long[phase])
-        text = f"{DOING[busy]} in {long[busy] / total:.0%} of the samples since then; now it {DOING[now.kind]}"
-        return Activity(busy, text, self.limit)
+        share = f"{long[busy] / total:.0%} of the samples since then"
+        return Activity(busy, f"{KINDS[busy].does} in {share}; now it {KINDS[now.kind].does}", self.limit)
 
     # Causes and verdicts ---------------------------------------------------------------------------------------------
 
@@ -359,7 +334,8 @@ class RunFacts:
         if ranks is None:
             ranks = tuple(sorted({rank for cause in causes for rank in cause.ranks}))
         hosts = {self.host(rank) for rank in ranks} | {node for cause in causes for node in cause.nodes}
-        on_host = {rank for cause in causes if cause.code in _ON_HOST for rank in cause.ranks}
+        codes = {kind.code for kind in KINDS.values() if kind.is_on_host}
+        on_host = {rank for cause in causes if cause.code in codes for rank in cause.ranks}
         gpus = [f"{s.host} GPU {s.gpu}" for r in ranks
                 if r not in on_host and (s := self.states.get(r)) and s.gpu is not None and s.host]  # fmt: skip
         return Verdict(
@@ -369,7 +345,7 @@ class RunFacts:
 
     def named(self, key: str, *, state: str = "", waiting: tuple[int, ...] = (), **fields: Any) -> Verdict:
         """Return the verdict with one cause of why.toml, filled in with `fields`, and with its open question if any."""
-        row = _WORDS["cause"][key]
+        row = WORDS["cause"][key]
         if row["code"] == "rank.behind":  # their hosts may be at fault
             fields["nodes"] = tuple(sorted({host for rank in fields["ranks"] if (host := self.host(rank))}))
         verdict = self.verdict(state or row.get("state", "failed"), make_cause(key, **fields), waiting=waiting)
@@ -379,39 +355,39 @@ class RunFacts:
         """Return the cause that names this rank, with its host, its stack and the command that shows more."""
         state, host = self.states.get(rank), self.host(rank)
         own, stack = (state.own if state else ()), self.stacks.get(rank) or (state.where if state else ())
-        error = (state.error if state else None) or self.log.errors.get(rank) if activity.kind == "gone" else None
+        error = self.error_of(rank) if activity.kind == "gone" else None
         row = self.failed.get(rank) if activity.kind == "gone" else None
         ended = [row.at, f"exit code {row.exit_code}", row.signal, f"pid {row.pid}" * bool(row.pid)] if row else []
         rows = (*evidence, f"torchrun: {', '.join(filter(None, ended))}" if row else "",
                 *([error] if error and len(error.splitlines()) > 1 else []),  # the whole message
-                *(f"its {name}: {' < '.join([one for one in frames if not PASSES_ON.search(one)][:4])}"
+                *(f"its {name}: {' < '.join([one for one in frames if not words.PASSES_ON.search(one)][:4])}"
                   for name, frames in (("own code", own), ("stack", stack)) if frames))  # fmt: skip
         kind = activity.kind
         if kind == "gone" and error:
-            kind = "cuda" if _OF_GPU.search(error) else "raised"
+            kind = "cuda" if words.OF_GPU.search(error) else "raised"
         elif row and 0 < (row.exit_code or 0) < 128:  # no signal ended it, nor its child if it is a shell
             kind = "exited"
         elif kind == "gone" and state and state.ended:
             kind = "left"
-        action = find_remedy(error) if error else ACTIONS.get(kind, ACTIONS["unknown"])
+        action = find_remedy(error) if error else get_kind(kind).action
         if state and state.pid:
             action = action.replace("--pid PID", f"--pid {state.pid}").replace("-CONT PID", f"-CONT {state.pid}")
         message = f"rank {rank}{f' on {host}' if host else ''} {activity.words}"
         return Cause(
-            code=CODES.get(activity.kind, "rank.behind"), message=message, ranks=(rank,), share=share,
+            code=get_kind(activity.kind).code, message=message, ranks=(rank,), share=share,
             nodes=(host,) if host else (), evidence=tuple(filter(None, rows)), action=action,
-            of_program=any(kind in kinds for kinds in _OF_PROGRAM.values()),
+            of_program=get_kind(kind).is_of_program,
         )  # fmt: skip
 
     def blame_timeout(self, busy: Mapping[int, Activity], wait: str, waiting: tuple[int, ...]) -> Verdict:
         """The others gave up waiting for ranks at work that may take long: the timeout is at fault, no rank is."""
         errors = [state.error or "" for state in self.states.values()]
-        limit = next((int(match[1]) / 1000 for error in errors if (match := _LIMIT.search(error))), None)
+        limit = next((int(match[1]) / 1000 for error in errors if (match := words.LIMIT.search(error))), None)
         texts = tuple(f"rank {rank} {activity.words}" for rank, activity in sorted(busy.items()))
-        evidence = (*filter(None, [wait]), *texts[1:4], *(error[:200] for error in errors if TIMED_OUT.search(error)))
-        other = _WORDS["action_of_long"].get(busy[min(busy)].kind, "")
+        timeouts = (error[:200] for error in errors if words.TIMED_OUT.search(error))
+        other = get_kind(busy[min(busy)].kind).if_short
         verdict = self.named("timeout", limit=f" of {limit:.0f} s" if limit else "", first=texts[0], other=other,
-                             waiting=waiting, evidence=evidence[:6])  # fmt: skip
+                             waiting=waiting, evidence=(*filter(None, [wait]), *texts[1:4], *timeouts)[:6])  # fmt: skip
         return replace(verdict, not_at_fault=texts)
 
 
@@ -427,33 +403,9 @@ def ranks_of(ranks: Sequence[int], kind: str = "rank") -> str:
     return f"{kind}{'s' * (len(ranks) != 1)} {numbers}"
 
 
-def headline(error: str) -> str:
-    """The first line of an exception's message, and its last one."""
-    lines = [line.strip() for line in error.splitlines() if re.search(r"\w", line)]
-    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))[:400] if lines else error
-
-
-def find_remedy(error: str) -> str:
-    """What to do about an exception, by the codes of logs; what its traceback shows if they say no more."""
-    codes = find_codes(error.encode(), foreign=True) or ("python_traceback",)
-    code = min(codes, key=lambda code: LOG_CODES[code].vague)
-    general = ACTIONS["raised"] if code in ("python_traceback", "job_failed") else LOG_CODES[code].action
-    return find_case(LOG_CODES[code], error).get("action", general)
-
-
-def is_own(error: str) -> bool:
-    """Whether an error is not about another rank."""
-    return not LOST_PEER.search(error)
-
-
-def are_alike(errors: Sequence[str]) -> bool:
-    """Return whether several ranks ended with the same kind of error, so that none caused the others' errors."""
-    return len(errors) > 1 and len({error.partition(":")[0] for error in errors}) == 1
-
-
 def find_main_phase(state: RankState, phase: str | None = None) -> str | None:
     """The phase of a rank, or another one that it was mostly in: what is not on a CPU does not compute."""
     phase = phase or state.phase
-    if phase != "compute" or state.cpu_share is None or state.cpu_share >= IDLE_SHARE:
+    if phase != "compute" or state.cpu_share is None or state.cpu_share >= limits.IDLE_SHARE:
         return phase
     return "io" if state.is_active else "idle"

@@ -18,22 +18,10 @@ from time import gmtime, strftime
 from typing import NamedTuple
 
 from collectives.traces.rank_files import Call, Mark, RankState
+from planner.why import limits
 from planner.why.blocked import network
-from planner.why.facts import (
-    ACTIONS,
-    CODES,
-    CONFIDENCE,
-    DOING,
-    EXPLAINS,
-    LONG_PHASES,
-    LONGER,
-    LOOK_SECONDS,
-    Activity,
-    Cause,
-    RunFacts,
-    Verdict,
-    find_main_phase,
-)
+from planner.why.facts import Activity, Cause, RunFacts, Verdict, find_main_phase
+from planner.why.words import KINDS, LONG_PHASES, PHASES, WORK
 
 # NCCL diagnostics report a rank more than 30 % away from the median (docs/userguide, troubleshooting/diagnostics)
 OUTLIER = 1.3
@@ -45,7 +33,7 @@ MIN_CALLS = 2 * BLOCKS  # calls that all ranks made
 MIN_LOOKS = 30  # samples per rank: the standard error of a fraction is then below 0.1
 # Other work of a host comes and goes within seconds. A rank that is late without a visible cause is named only by calls
 # that span so long that each block can cover one polling interval of the monitor.
-MIN_SECONDS = BLOCKS * LOOK_SECONDS
+MIN_SECONDS = BLOCKS * limits.LOOK_SECONDS
 AS_OTHERS = Activity("unknown", "is late; what it does longer than the others is not known")
 # A free-running quartz oscillator is off by about 20 ppm (its usual specification); NTP slews by less
 DRIFT = 2e-5
@@ -99,7 +87,7 @@ def find_late_rank(facts: RunFacts) -> Verdict | None:
         else:
             causes.append(facts.cause_of(one.rank, habit, one.wait, _describe_change(one.rank, facts), share=one.share))
     if causes:
-        alone = (causes[0].share or 0.0) >= EXPLAINS
+        alone = (causes[0].share or 0.0) >= limits.EXPLAINS
         ranks = tuple(cause.ranks[0] for cause in causes[: 1 if alone else None])
         others = tuple(sorted({row.rank for row in rows} - set(ranks)))
         return facts.verdict("slow", *causes, ranks=ranks, waiting=others)
@@ -126,7 +114,7 @@ def _describe_change(rank: int, facts: RunFacts) -> str:
 
 def _get_quantile(ranks: int) -> float:
     """Return how many standard errors a difference must exceed for this number of compared ranks (Bonferroni)."""
-    return NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (max(1, ranks) * len(WINDOWS)))
+    return NormalDist().inv_cdf(1 - (1 - limits.CONFIDENCE) / (max(1, ranks) * len(WINDOWS)))
 
 
 class Waits(NamedTuple):
@@ -297,19 +285,21 @@ def _find_habit(rank: int, facts: RunFacts) -> Activity:
         if other != rank:
             other_samples.update(other_state.samples)
     looks, of_rest = sum(state.samples.values()), max(1, other_samples.total())
-    mine, theirs = ({kind: row.get(kind, 0) / total for kind in DOING if kind != "collective"}
+    mine, theirs = ({kind: row.get(kind, 0) / total for kind in WORK}
                     for row, total in ((state.samples, looks), (other_samples, of_rest)))  # fmt: skip
     excess = {kind: mine[kind] - theirs[kind] for kind in mine}
     kind = max(excess, key=lambda name: excess[name])
     workers = mine["workers"], theirs["workers"]
     if min(workers) > MATTERS / 2 and (kind == "workers" or excess[kind] <= MATTERS):
         shares = f"{workers[0]:.0%} of its samples, {workers[1]:.0%} of those of the others"
-        return Activity("turns", f"{DOING['workers']} in {shares}: equally fast loaders take turns in being last")
+        return Activity("turns", f"{KINDS['workers'].does} in {shares}: equally fast loaders take turns in being last")
     # a difference within the sampling error is not a difference
     if excess[kind] <= 2 * sqrt(0.25 / looks + 0.25 / of_rest):
         return AS_OTHERS
     now = find_main_phase(replace(state, is_active=False), kind) or kind  # the collectives themselves read and write
-    return Activity(now, f"{DOING[now]} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others")
+    return Activity(
+        now, f"{KINDS[now].does} in {mine[kind]:.0%} of its samples, {theirs[kind]:.0%} of those of the others"
+    )
 
 
 # A pace that falls ----------------------------------------------------------------------------------------------------
@@ -346,7 +336,7 @@ def _find_growth(state: RankState) -> Growth | None:
     at = min(range(MIN_PIECES, len(paces) - MIN_PIECES + 1), key=misfit, default=None)
     if at is None:
         return None
-    kinds = {kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in DOING if kind not in LONG_PHASES}
+    kinds = {kind: [spent.get(kind, 0.0) for _, spent in pieces] for kind in PHASES if kind not in LONG_PHASES}
     grown = {kind: max(0.0, median(rows[at:]) - median(rows[:at])) for kind, rows in kinds.items()}
     change = pieces[at][0]
     return Growth(median(paces[:at]), median(paces[at:]), change.at, change.calls, grown)
@@ -361,12 +351,14 @@ def find_lower_pace(facts: RunFacts) -> Verdict | None:
     if not rows or len(rows) < len(facts.states):
         return None
     before, since = (median(getattr(growth, name) for growth in rows) for name in ("before", "since"))
-    busy = sum(kind != "collective" and share >= EXPLAINS for kind, share in (_most(growth.more) for growth in rows))
-    if not since > LONGER * before > 0 or 0 < busy < len(rows) / 2:
+    busy = sum(
+        kind != "collective" and share >= limits.EXPLAINS for kind, share in (_most(growth.more) for growth in rows)
+    )
+    if not since > limits.LONGER * before > 0 or 0 < busy < len(rows) / 2:
         return None
     timing, times = f"rank states: {since:.3g} s from call to call, {before:.3g} s before", f"{since / before:.1f}"
     kind, share = _most({kind: median(growth.more[kind] for growth in rows) for kind in rows[0].more})
-    if share < EXPLAINS:
+    if share < limits.EXPLAINS:
         return facts.named("all_mixed", times=times, kind=kind, share=share, evidence=(timing,))
     if kind == "collective":
         cause = network(facts, "has become slow", timing, since=max(growth.began for growth in rows))
@@ -375,9 +367,9 @@ def find_lower_pace(facts: RunFacts) -> Verdict | None:
         # no byte was seen waiting: a rank that is not let run looks the same
         key = "all_collective" if cause.code == "network" else "all_collective_here"
         return facts.named(key, times=times, evidence=(timing,))
-    action = f"Expected if the batches or the sequences have become larger. Else: {ACTIONS.get(kind, '')}"
-    cause = Cause(code=CODES[kind].replace("rank.", "all."), message=f"all ranks alike: each {DOING[kind]} longer",
-                  share=share, evidence=(timing,), action=action)  # fmt: skip
+    action = f"Expected if the batches or the sequences have become larger. Else: {KINDS[kind].action}"
+    code, message = KINDS[kind].code.replace("rank.", "all."), f"all ranks alike: each {KINDS[kind].does} longer"
+    cause = Cause(code=code, message=message, share=share, evidence=(timing,), action=action)
     return facts.verdict("slow", cause)
 
 

@@ -10,29 +10,10 @@ from datetime import timedelta
 from time import gmtime, strftime
 
 from collectives.traces import watchdog
+from planner.why import limits, words
 from planner.why.blocked import mismatch, signature
-from planner.why.facts import (
-    ANSWERS,
-    ENDED,
-    IDLE_SECONDS,
-    IN_CALL,
-    LONG_PHASES,
-    MAX_RANKS,
-    ORDER_SECONDS,
-    PASSES_ON,
-    SILENT_RUN_SECONDS,
-    STALL_SECONDS,
-    TIMED_OUT,
-    Activity,
-    RunFacts,
-    Verdict,
-    are_alike,
-    find_remedy,
-    headline,
-    is_own,
-    make_open_verdict,
-    ranks_of,
-)
+from planner.why.facts import Activity, RunFacts, Verdict, make_open_verdict, ranks_of
+from planner.why.words import ENDED, LONG_PHASES, TIMED_OUT, are_alike, find_remedy, headline, is_own
 
 # gloo connects each rank to every other one after the ranks have met
 _MESH = re.compile(r"connectFullMesh failed.*remote=\[([^\]]+)\]:(\d+)")
@@ -101,22 +82,27 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
     if by_log and by_log.causes[0].code == "port_in_use":
         return by_log
     world = max(state.world_size or 0 for state in here.values())
-    absent = tuple(rank for rank in range(min(world, MAX_RANKS)) if rank not in here) if max(here) < world else ()
+    numbers = range(min(world, limits.MAX_RANKS) if max(here) < world else 0)
+    absent = tuple(number for number in numbers if number not in here)
     missing = ranks_of(absent, kind) if absent else f"{world - len(here)} of {world} {kind}s"
     gave_up = [ages[rank] for rank, state in here.items() if state.answer == "connected" and state.ended]
-    # one that gave up may have hosted the store: a connection that was closed then does not show a fault of the network
-    reached = ("connected", "pending", "closed") if gave_up else ("connected", "pending")
-    behind = [rank for rank, state in here.items() if state.answer not in reached
-            and gave_up and waits[rank] + ages[rank] <= max(gave_up) + ORDER_SECONDS]  # fmt: skip
-    lost = [state for rank, state in here.items() if state.answer not in reached and rank not in behind]
-    unresolved = [state for state in lost if state.answer == "unresolved"]
-    place = (unresolved or lost or [*here.values()])[0].asked
+    obstacles: dict[str, list[int]] = {"unresolved": [], "unreached": [], "late": []}  # ranks that have no connection
+    for rank, state in here.items():
+        # one that gave up may have hosted the store: a connection that was closed then shows no fault of the network
+        if state.answer not in ("connected", "pending", *["closed"] * bool(gave_up)):
+            is_late = gave_up and waits[rank] + ages[rank] <= max(gave_up) + limits.ORDER_SECONDS
+            kind_of_loss = "unresolved" if state.answer == "unresolved" else "unreached"
+            obstacles["late" if is_late else kind_of_loss].append(rank)
+    place = here[(obstacles["unresolved"] or obstacles["unreached"] or [*here])[0]].asked
     rows = tuple(f"{kind} {rank}{f' on {state.host}' if state.host else ''}: asks {state.asked} since "
-                 f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {ANSWERS.get(state.answer, state.answer)}"
+                 f"{strftime('%H:%M:%S', gmtime(state.since))} UTC, {words.ANSWERS.get(state.answer, state.answer)}"
                  for rank, state in here.items())  # fmt: skip
-    key = ("unresolved" if unresolved else "places" if len({state.asked for state in here.values()}) > 1
-           else "unreached" if lost else "absent" if len(here) < world else "late" if behind else "unmet")  # fmt: skip
-    accused, limit = absent if key == "absent" and kind == "rank" else (), IDLE_SECONDS
+    reasons = {  # the first that holds
+        "unresolved": obstacles["unresolved"], "places": len({state.asked for state in here.values()}) > 1,
+        "unreached": obstacles["unreached"], "absent": len(here) < world, "late": obstacles["late"], "unmet": True,
+    }  # fmt: skip
+    key = next(filter(reasons.get, reasons))
+    accused, limit = absent if key == "absent" and kind == "rank" else (), limits.IDLE_SECONDS
     if accused and facts.starting.keys() >= set(accused):
         key, limit = "starting", facts.limit
     over = any(state.ended or (kind == "rank" and facts.processes.get(rank) == "gone") for rank, state in here.items())
@@ -124,7 +110,7 @@ def judge_meeting(facts: RunFacts) -> Verdict | None:
         key, state="failed" if over else "stuck", kind=kind, name=place.rpartition(":")[0], place=place,
         missing=missing, who=ranks_of([*here], kind), seconds=round(age), each="; ".join(rows[:4]),
         verb="waits" if len(here) == 1 else "wait", pids=", ".join(str(facts.starting.get(one)) for one in absent[:8]),
-        late=ranks_of(behind, kind), evidence=(*rows[:8], *errors[:1]),
+        late=ranks_of(obstacles["late"], kind), evidence=(*rows[:8], *errors[:1]),
         waiting=tuple(here) if kind == "rank" else (), ranks=accused,
     )  # fmt: skip
     return verdict if over or age >= limit else make_open_verdict([verdict.causes[0].message, *rows], limit)
@@ -154,7 +140,7 @@ def judge_joins(facts: RunFacts) -> Verdict | None:
     if overfull is not None:
         state = "failed" if overfull.over else "stuck"
         return facts.named("too_many", state=state, joined=overfull.joined, world=overfull.world)
-    join = next((join for join in facts.log.joins.values() if 0 < join.joined < join.world <= MAX_RANKS), None)
+    join = next((join for join in facts.log.joins.values() if 0 < join.joined < join.world <= limits.MAX_RANKS), None)
     if join is None:
         return None
     state, count = "failed" if join.over else "stuck", f"{join.joined} of {join.world} ranks have joined"
@@ -179,9 +165,8 @@ def judge_errors(facts: RunFacts) -> Verdict | None:
         return None
     waiting = tuple(sorted(rank for rank, trace in facts.log.traces.items() if trace.calls and rank not in raised))
     wait = (f"watchdog: {ranks_of(waiting)} timed out waiting",) if waiting else ()
-    if len(raised) > 1 and facts.first not in raised and (not facts.in_order or are_alike(list(raised.values()))):
+    if (first := facts.find_first_to_end([*raised])) is None:
         return _judge_several(raised, facts, *wait, waiting=waiting)
-    first = facts.first if facts.first in raised and facts.first is not None else next(iter(raised))
     which = "torchrun saw it fail first" if first == facts.first else "the first exception of the log"
     cause = facts.cause_of(first, Activity("gone", f"ended with {headline(raised[first])}"), which, *wait)
     return facts.verdict("failed", cause, waiting=waiting)
@@ -253,13 +238,8 @@ def judge_uneven_ends(facts: RunFacts) -> Verdict | None:
 def judge_states(facts: RunFacts) -> Verdict | None:
     """Use rank states without calls: ranks that have ended, are stopped, or are silent while others still write."""
     what = {rank: facts.activity(rank) for rank in facts.states}
-    waited = tuple(sorted(facts.gave_up))
     if busy := {rank: one for rank, one in sorted(what.items()) if one.kind != "collective" and facts.outlived(rank)}:
-        wait = f"rank states: {ranks_of(waited)} timed out waiting"
-        if all(activity.kind in LONG_PHASES for activity in busy.values()):
-            return facts.blame_timeout(busy, wait, waited)
-        causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
-        return facts.verdict("failed", *causes, waiting=waited)
+        return _judge_work(busy, facts)
     bad = [rank for rank, activity in what.items() if (activity.kind in ENDED and not activity.grace) or (
         activity.kind == "silent" and facts.ages.get(rank, 0.0) >= activity.grace)]  # fmt: skip
     errors = [rank for rank in bad if facts.states[rank].error]
@@ -282,7 +262,7 @@ def judge_states(facts: RunFacts) -> Verdict | None:
             bad = clean  # the others are about to end, or the last rank works alone, as in an upload
     if not bad:
         rows = [f"rank {rank} {activity.words}" for rank, activity in what.items() if activity.kind == "stopped"]
-        return make_open_verdict(rows, STALL_SECONDS) if rows else None
+        return make_open_verdict(rows, limits.STALL_SECONDS) if rows else None
     lost = sorted(facts.lost_a_peer - set(bad))
     wait = f"rank states: {ranks_of(lost)} lost a peer: {(facts.states[lost[0]].error or '')[:160]}" if lost else ""
     causes = [facts.cause_of(rank, what[rank], wait) for rank in sorted(bad)]
@@ -290,10 +270,20 @@ def judge_states(facts: RunFacts) -> Verdict | None:
     return facts.verdict(state, *causes, waiting=tuple(sorted(set(facts.states) - set(bad))))
 
 
+def _judge_work(busy: Mapping[int, Activity], facts: RunFacts) -> Verdict:
+    """Return the verdict on ranks that were at work when the others gave up: the timeout may have been too short."""
+    waited = tuple(sorted(facts.gave_up))
+    wait = f"rank states: {ranks_of(waited)} timed out waiting"
+    if all(activity.kind in LONG_PHASES for activity in busy.values()):
+        return facts.blame_timeout(busy, wait, waited)
+    causes = [facts.cause_of(rank, one, wait) for rank, one in busy.items() if one.kind not in LONG_PHASES]
+    return facts.verdict("failed", *causes, waiting=waited)
+
+
 def _is_waiting(rank: int, facts: RunFacts) -> bool:
     """Whether a rank has been in a collective for as long as a stall, by its own file."""
     state = facts.states[rank]
-    return state.phase == "collective" and state.written - (state.since or state.written) >= STALL_SECONDS
+    return state.phase == "collective" and state.written - (state.since or state.written) >= limits.STALL_SECONDS
 
 
 def _all_ended(ranks: Sequence[int], facts: RunFacts, age: str = "") -> Verdict:
@@ -317,8 +307,9 @@ def judge_stacks(facts: RunFacts) -> Verdict | None:
         return None
     rows: dict[str, list[str]] = {}
     for name, stack in facts.stacks.items():
-        call = next((frame.rpartition(" ")[2] for frame in stack if IN_CALL.search(frame)), "")
-        place = f"a collective ({call})" if call else " < ".join([f for f in stack if not PASSES_ON.search(f)][:8])
+        call = next((frame.rpartition(" ")[2] for frame in stack if words.IN_CALL.search(frame)), "")
+        frames = [frame for frame in stack if not words.PASSES_ON.search(frame)]
+        place = f"a collective ({call})" if call else " < ".join(frames[:8])
         place = "the backward pass, which computes or waits for the others' gradients" if "backward" in call else place
         rows.setdefault(place, []).append(f"rank {name}" if isinstance(name, int) else name)
     listed = [f"{', '.join(who[:16])}{' ...' * (len(who) > 16)} {'is' if len(who) == 1 else 'are'} in {place}"
@@ -337,7 +328,11 @@ def judge_end(facts: RunFacts) -> Verdict | None:
         return _all_ended(sorted(facts.states), facts, "; they ended together")
     if facts.end_from_outside:
         return facts.named("stopped", who=ranks_of(sorted(facts.states)), signal=facts.end_from_outside)
-    if facts.silence is None or facts.silence < SILENT_RUN_SECONDS or all(s.ended for s in facts.states.values()):
+    if (
+        facts.silence is None
+        or facts.silence < limits.SILENT_RUN_SECONDS
+        or all(s.ended for s in facts.states.values())
+    ):
         return None
     age = f"; the last heartbeat is {timedelta(seconds=round(facts.silence))} old"
     return _all_ended(tuple(facts.states), facts, age)

@@ -5,20 +5,17 @@ checkers only do not count towards the lines that a verb reaches.
 """
 
 import re
-import tomllib
 from collections import Counter
 from functools import cache
 
 import grimp
 import pytest
 from rigs.command import python
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import PYPROJECT, ROOT, each_row, rows_of
 
 from agent.cli.main import VERBS
 
-PACKAGES = tuple(
-    tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-)
+PACKAGES = tuple(PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
 
 
 def test_the_pictures_arrows_are_the_real_imports() -> None:

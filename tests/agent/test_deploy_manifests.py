@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -22,7 +21,7 @@ from hatchling.builders.wheel import WheelBuilder
 from kustomization import CLUSTER_SCOPED, LOADER, helm, render
 from rigs import crds
 from rigs.command import parse
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import PYPROJECT, ROOT, each_row, hold_file, rows_of
 
 from agent.checks.expect import KEYS, read_file
 from agent.checks.findings import PAGES
@@ -374,7 +373,7 @@ def test_the_packed_chart_renders_as_the_checkout_does(tmp_path: Path) -> None:
 
 def test_every_version_is_that_of_pyproject() -> None:
     """One place to change; this names the others."""
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = PYPROJECT["project"]["version"]
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (about["version"], about["appVersion"]) == (version, version)
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs/examples").iterdir()]
@@ -419,15 +418,12 @@ def test_the_build_context_is_what_the_images_copy() -> None:
 
 def test_both_images_are_built_from_every_package(tmp_path: Path) -> None:
     """A package, or a file next to the packages, that is added to the wheel is added to the images."""
-    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     for name in ("agent", "finetune"):
         copied = (IMAGES / f"Containerfile.{name}").read_text()
         assert [p for p in packages["packages"] if f"COPY {p} /src/{p}\n" not in copied] == []
         words = {word for line in copied.splitlines() if line.startswith("COPY ") for word in line.split()}
         assert set(packages["force-include"]) - words == set()
-
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -445,14 +441,14 @@ def test_what_the_wheel_carries(wheel: Path) -> None:
         pages = {name: inside.read(f"agent/checks/pages/{name}.md") for name in PAGES}
     assert definition["kind"] == "CustomResourceDefinition" and values["type"] == "object"
     assert pages == {name: (ROOT / f"docs/reference/{name}.md").read_bytes() for name in pages}, "what `explain` reads"
-    for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+    for package in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert f"{package}/py.typed" in names
     shared = {name.partition(".data/data/")[2] for name in names if ".data/data/" in name}
     assert shared == {
         "share/man/man1/topoflight.1", "share/bash-completion/completions/topoflight",
         "share/zsh/site-functions/_topoflight", "share/fish/vendor_completions.d/topoflight.fish",
     }  # fmt: skip
-    version = PROJECT["project"]["version"]
+    version = PYPROJECT["project"]["version"]
     assert wheel.name == f"topoflight-{version}-py3-none-any.whl"
 
 
@@ -467,7 +463,7 @@ def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> No
     (next((tmp_path / "own/lib").glob("python*/site-packages")) / "these.pth").write_text(packages)
     command = str(tmp_path / "own/bin/topoflight")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    for words, said in ((["--version"], f"version {PROJECT['project']['version']}"),
+    for words, said in ((["--version"], f"version {PYPROJECT['project']['version']}"),
                         (["explain", "rdma.port.down"], "rdma.port.down")):  # fmt: skip
         done = subprocess.run([command, *words], capture_output=True, text=True, cwd=tmp_path, env=clean, check=True)
         assert said in done.stdout
@@ -479,11 +475,8 @@ def test_the_wheel_starts_by_name_from_a_file(wheel: Path, tmp_path: Path) -> No
 
 def test_golden_man_page() -> None:
     """What `make golden` writes anew from the verbs."""
-    place = ROOT / "agent/data/topoflight.1"
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
-        place.write_text(man_page.page(), encoding="utf-8")
-    text = place.read_text(encoding="utf-8")
-    assert text == man_page.page(), "make golden"
+    text = man_page.page()
+    hold_file(ROOT / "agent/data/topoflight.1", text)
     known = (r"TH|SH|SS|TP|PP", r"\\&", r"\\fB")
     for line in text.splitlines():
         assert not line.startswith((".", "'")) or re.match(rf"\.({known[0]})\b", line), f"roff would take it: {line}"

@@ -18,7 +18,7 @@ from alerts import ALERTS, DOCS
 from click.testing import CliRunner
 from rigs.command import interpreter, parse as parse_command, topoflight
 from rigs.recorded import path_of
-from rigs.tables import ROOT, each_row
+from rigs.tables import PYPROJECT, ROOT, each_row
 from test_tutorials import PAGES as TUTORIALS
 
 from agent.checks.expect import parse
@@ -318,7 +318,7 @@ def site(tmp_path_factory):
 
 
 def test_every_page_shows_the_version_and_loads_nothing_from_elsewhere(site):
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = PYPROJECT["project"]["version"]
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 30
     for page in pages:
@@ -369,7 +369,10 @@ def diagnoses() -> set[str]:
     text = "".join(place.read_text(encoding="utf-8") for place in places)
     found = set(re.findall(r"\"((?:rank|ranks|call|link|all|timeout|step|model|rendezvous)\.[a-z]+)\"", text))
     words = tomllib.loads((ROOT / "planner/why/why.toml").read_text(encoding="utf-8"))
-    found |= {*words["code"].values(), *(row["code"] for row in words["cause"].values() if "_" not in row["code"])}
+    found |= {
+        *(row["code"] for row in words["kind"].values() if "code" in row),
+        *(row["code"] for row in words["cause"].values() if "_" not in row["code"]),
+    }
     return found | set(re.findall(r"code=\"([a-z]+)\"", text))
 
 

@@ -19,7 +19,7 @@ from kustomization import render
 from rigs.command import topoflight
 from rigs.fleet import fleet_of, record_of
 from rigs.recorded import H100, changed, facts, of_code, path_of, snapshot, statuses, with_outcomes, with_ports
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, rows_of
 
 from agent.checks.baseline import compare_with_baseline
 from agent.checks.expect import KEYS, parse, read_expectations, read_file
@@ -273,7 +273,7 @@ def test_a_report_of_nodes_is_written_whole(api, tmp_path):
     assert again.exit_code == 0, "a failure of the baseline is not a regression"
 
 
-ROWS = yaml.safe_load(Path(__file__).with_name("expectations.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "expectations.yaml")
 
 
 def judged(found: Snapshot, words: str) -> dict[str, str]:

@@ -5,7 +5,6 @@ A driver that hangs or crashes is no pass, on any surface. From a tenth of a mul
 
 import re
 import time
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from fastapi.testclient import TestClient
 from rigs import recorded
 from rigs.fleet import fleet_of, record_of, through_the_api
 from rigs.recorded import H100, NAMES, changed, each, facts, of_code, snapshot, statuses, view, with_outcomes
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, rows_of
 from scanned import scan
 
 from agent.checks.findings import read_entries
@@ -87,7 +86,7 @@ GPU_CODES = {code for code in PROBE_CODES if code.startswith("gpu.")}
 
 
 ABSENT = Absent(why="no NVIDIA GPU on the PCI bus, and no driver")
-BUSES = tomllib.loads(Path(__file__).with_name("buses.toml").read_text(encoding="utf-8"))["buses"]
+BUSES = data_of(__file__, "buses.toml")["buses"]
 
 
 def device(row: dict) -> PciDevice:

@@ -35,6 +35,7 @@ from agent.pages import render_report
 from agent.terminal import advice as advice_view, findings as findings_view, hosts, topology
 from agent.terminal.measured import print_benchmark
 from contracts.finding import Finding, Status
+from contracts.host_list import expand_host_list
 from contracts.run_record import RunRecord
 from probes.api import Absent, Snapshot
 
@@ -229,12 +230,8 @@ def test_a_measurement_and_a_comparison_of_networks_open_with_the_verdict() -> N
 
 
 def expanded(text: str) -> set[str]:
-    """The nodes that a list in Slurm's form stands for."""
-    found = set(re.findall(r"gpu-\d{3}", text))
-    for ranges in re.findall(r"gpu-\[([\d,-]+)\]", text):
-        for first, last in (part.split("-") if "-" in part else (part, part) for part in ranges.split(",")):
-            found |= {f"gpu-{number:03d}" for number in range(int(first), int(last) + 1)}
-    return found
+    """The nodes that are named, also in lists of Slurm's form."""
+    return {name for part in re.findall(r"gpu-(?:\d{3}|\[[\d,-]+\])", text) for name in expand_host_list(part)}
 
 
 def test_a_fleet_is_told_by_fault_with_every_node_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from rigs.agents import bearer, list_readable_paths, tokens
 from rigs.command import python, topoflight
 from rigs.recorded import path_of
 from rigs.results import RUN
-from rigs.tables import each_row
+from rigs.tables import data_of, each_row
 from rigs.waiting import eventually
 from scanned import scan
 from starlette.testclient import TestClient
@@ -205,7 +205,7 @@ except ValueError:
 
 SOUND, SICK = path_of(), path_of("sick-h100-dead-hca")
 SEEDED = f"{PLANTED}\nkept: a harmless line"
-TABLES = yaml.safe_load(Path(__file__).with_name("bundle_tables.yaml").read_text(encoding="utf-8"))
+TABLES = data_of(__file__, "bundle_tables.yaml")
 
 
 def host(state: Path, machine: Path = SOUND) -> Files:

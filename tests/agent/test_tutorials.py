@@ -21,13 +21,13 @@ from click.testing import CliRunner
 from kustomization import helm, render
 from networks_cluster import Networks
 from rigs import crds
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, data_of, each_row
 
 from agent.cli.hosts import DEMO
 from agent.cli.main import cli
 
 DOCS, MACHINES = ROOT / "docs", ROOT / "tests" / "machines"
-TABLES = yaml.safe_load(Path(__file__).with_name("tutorials.yaml").read_text(encoding="utf-8"))
+TABLES = data_of(__file__, "tutorials.yaml")
 PAGES = tuple(TABLES["pages"])
 BOTH = ("openshift.md", "eks.md")  # in Korean too
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.M | re.S)

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from rigs.command import MODULE, drawn, interpreter, process, topoflight
 from rigs.forking import forking_environment
 from rigs.recorded import path_of
 from rigs.results import benchmark, measurement
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, data_of, each_row
 from rigs.waiting import eventually
 
 from agent.base import EXIT_CLOSED_PIPE, units
@@ -234,7 +233,7 @@ def test_what_is_no_topology_is_named(raw: bytes, told: str, tmp_path: Path) -> 
     assert result.exit_code == 2 and told in result.output
 
 
-TABLE = tomllib.loads(Path(__file__).with_name("exit_codes.toml").read_text(encoding="utf-8"))
+TABLE = data_of(__file__, "exit_codes.toml")
 CASES = {(row["verb"], row["code"]): row for row in TABLE["cases"]}
 MACHINES = {"SOUND": path_of(), "SICK": path_of("sick-h100-dead-hca"), "L40S": path_of("l40s-4x-pcie"),
             "VM": path_of("cpu-only-vm")}  # fmt: skip

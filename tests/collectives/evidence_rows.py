@@ -2,14 +2,14 @@
 
 import html
 import json
-import tomllib
-from pathlib import Path
+
+from rigs.tables import data_of
 
 HEAD = "node-1:100:120 [0] "
 INFO = f"{HEAD}NCCL INFO "
 
 
-TABLES: dict[str, list] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLES: dict[str, list] = data_of(__file__, "evidence_rows.toml")
 
 
 def rows(name: str) -> list:

@@ -1,9 +1,7 @@
 """Whatever breaks, a benchmark ends, names who it was, and leaves no process, port or lock behind."""
 
-import contextlib
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -11,6 +9,7 @@ import sys
 
 import psutil
 import pytest
+import resident
 from rigs.benchmarks import SCRIPT
 from rigs.tables import ROOT, rows_of
 from rigs.waiting import eventually
@@ -104,17 +103,8 @@ def test_a_rendezvous_port_that_is_taken_is_told(tmp_path):
     assert_ended(found, tmp_path, "EADDRINUSE")
 
 
-def reserved_port():
-    """A free port below those that the kernel hands out by itself; at random, as other tests run at the same time."""
-    for port in random.sample(range(29600, 32700), 100):
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
-            return port
-    pytest.fail("no port from 29600 to 32699 is free")
-
-
 def test_the_port_is_free_again_after_a_kill(tmp_path):
-    port = reserved_port()
+    port = resident.free_port()
     found = bench.run(meeting(tmp_path, port, node_rank=0, startup_seconds=8))
     assert_ended(found, tmp_path, "did not join within 8 s")
     with socket.socket() as again:

@@ -7,16 +7,14 @@ test).
 import json
 import re
 import subprocess
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import generate
 import promql_parser
 import pytest
 import yaml
 from alerts import ALERTS, DOCS
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, data_of, each_row
 
 from agent.checks.findings import read_entries
 from agent.checks.host_checks import ALL_CODES
@@ -149,7 +147,7 @@ def test_expression(name: str) -> None:
 
 def test_every_family_that_a_person_would_look_at_is_drawn() -> None:
     """Families on no panel are named in undrawn.toml, with the reason: a new family is drawn or joins that list."""
-    undrawn = tomllib.loads(Path(__file__).with_name("undrawn.toml").read_text())
+    undrawn = data_of(__file__, "undrawn.toml")
     drawn = set(re.findall(r"\btopoflight_\w+", " ".join(EXPRESSIONS.values())))
     assert {family.exposed for family in OWN} - drawn == set(undrawn)
 

@@ -273,13 +273,8 @@ def failed(snapshot: Snapshot) -> list[str]:
 @drill
 def test_sigterm_during_a_hang(ground: Ground) -> None:
     """It answers /healthz meanwhile, and ends well within a kubelet's 30 seconds."""
-    profile = ground.folder / "profile"
-    profile.write_text(nvml_profile.profile(ANSWERS["nvml"]), encoding="utf-8")
-    inject = {
-        "LD_LIBRARY_PATH": str(nvml_profile.build(ground.folder).parent), "FAKE_NVML_PROFILE": str(profile),
-        "FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang",
-    }  # fmt: skip
-    with ground.agent(f"--root={machine_root(ground)}", **inject) as (agent, _):
+    root, machine = resident.restore(ground.folder)
+    with ground.agent(f"--root={root}", FAKE_NVML_INJECT="nvmlDeviceGetName@gpu1=hang", **machine) as (agent, _):
         eventually(lambda: ground.runs("probes.worker"), "the scan has begun")
         time.sleep(1.0)  # into the call that hangs: five files and a library away
         agent.send_signal(signal.SIGTERM)

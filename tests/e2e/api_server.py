@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,12 +20,13 @@ import yaml
 from jsonschema.exceptions import best_match
 from kubernetes.client import Configuration
 from rigs.crds import strict
-from rigs.tables import ROOT
+from rigs.serving import Handler
+from rigs.tables import ROOT, data_of
 
 CRD = yaml.safe_load((ROOT / "deploy/daemonset/base/nodetopology-crd.yaml").read_text())
 Json = dict
 Right = tuple[str, str, str, str]  # namespace, or "" for the cluster; API group; resource[/subresource]; verb
-KINDS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("api_kinds.yaml").read_text())
+KINDS: dict[str, str] = data_of(__file__, "api_kinds.yaml")
 # kind of a job -> the label of its pods
 JOBS = {
     "Job": "job-name", "PyTorchJob": "training.kubeflow.org/job-name", "TrainJob": "jobset.sigs.k8s.io/jobset-name",
@@ -156,32 +157,18 @@ class RefusedError(Exception):
         self.status, self.reason = status, reason
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     api: ApiServer
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
-
-    def _answer(self, status: int, body: Json, headers: dict[str, str] | None = None) -> None:
-        raw = json.dumps(body).encode()
-        self.send_response(status)
-        told = {"Content-Type": "application/json", "Content-Length": str(len(raw)), **(headers or {})}
-        for name, value in told.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(raw)
 
     def _status(self, status: int, reason: str, message: str, headers: dict[str, str] | None = None) -> None:
         body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status, "reason": reason,
                 "message": message}  # fmt: skip
-        self._answer(status, body, headers)
+        self.send(status, body, headers)
 
-    def _do(self) -> None:
+    def respond(self) -> None:
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
-        length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length)) if length else None
+        sent = self.read_body()
         self.api.requests.append((self.command, self.path))
         if not self.api.is_up:
             self.close_connection = True
@@ -190,19 +177,16 @@ class _Handler(BaseHTTPRequestHandler):
             status, headers = self.api.faults.pop(0)
             self._status(status, "Injected", "as asked for", headers)
             return
-        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if token not in self.api.tokens:
+        if self.token not in self.api.tokens:
             self._status(401, "Unauthorized", "Unauthorized")
             return
         try:
             self._authorize(url.path)
-            self._route(url.path, query, body)
+            self._route(url.path, query, json.loads(sent) if sent else None)
         except RefusedError as refused:
             self._status(refused.status, refused.reason, str(refused))
         except BrokenPipeError:
             self.close_connection = True
-
-    do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _do  # noqa: N815 - the standard library's names
 
     def _authorize(self, path: str, verb: str = "") -> None:
         """Refuse what no right grants (Kubernetes: Authorization, "Determine the request verb"; RBAC)."""
@@ -223,13 +207,13 @@ class _Handler(BaseHTTPRequestHandler):
             status = self.api.reviewed.get(body["spec"]["token"], {"authenticated": False})
             both = [a for a in status.get("audiences", ()) if a in body["spec"]["audiences"]]
             ok = status["authenticated"] and bool(both)
-            self._answer(201, {**body, "status": {**status, "audiences": both} if ok else {"authenticated": False}})
+            self.send(201, {**body, "status": {**status, "audiences": both} if ok else {"authenticated": False}})
             return
         if path == "/apis/authorization.k8s.io/v1/subjectaccessreviews":
             spec = body["spec"]
             asked = spec["nonResourceAttributes"]
             allowed = (spec["user"], asked["verb"], asked["path"]) in self.api.allowed
-            self._answer(201, {**body, "status": {"allowed": allowed}})
+            self.send(201, {**body, "status": {"allowed": allowed}})
             return
         collection, namespace, name, sub = self._split(path)
         if collection in self.api.forbidden:
@@ -238,14 +222,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and not name:
             self._list(collection, namespace, query)
         elif self.command == "GET":
-            self._answer(200, self._stored(collection, namespace, name))
+            self.send(200, self._stored(collection, namespace, name))
         elif self.command == "POST":
             self._create(collection, namespace, body, query)
         elif self.command == "PATCH":
             self._patch(collection, namespace, name, sub, body, query)
         elif self.command == "DELETE":
             self._stored(collection, namespace, name)
-            self._answer(200, self.api.delete(collection, namespace, name))
+            self.send(200, self.api.delete(collection, namespace, name))
         else:
             raise RefusedError(405, "MethodNotAllowed", self.command)
 
@@ -281,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
             if start + size < len(names):
                 about["continue"] = f"{version}:{start + size}"
             items = [item for item in items if selected(item, query.get("labelSelector", ""))]
-            self._answer(200, {"kind": self.api.kinds[collection] + "List", "metadata": about, "items": items})
+            self.send(200, {"kind": self.api.kinds[collection] + "List", "metadata": about, "items": items})
 
     def _create(self, collection: str, namespace: str, body: Json, query: dict[str, str]) -> None:
         about = body["metadata"]
@@ -294,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not query.get("dryRun"):
             self._control(made)
         quoted = [json.dumps(text) for text in self.api.warnings]
-        self._answer(201, made, {"Warning": ", ".join(f"299 - {text}" for text in quoted)} if quoted else None)
+        self.send(201, made, {"Warning": ", ".join(f"299 - {text}" for text in quoted)} if quoted else None)
 
     def _control(self, job: Json) -> None:
         """What the job's controller does: its pods."""
@@ -336,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
             made = merged(old, part)
             made.setdefault("metadata", {}).update(name=name, **({"namespace": namespace} if namespace else {}))
             validate(self.api.kinds[collection], made)
-            self._answer(status, made if query.get("dryRun") else self.api.put(collection, namespace, made))
+            self.send(status, made if query.get("dryRun") else self.api.put(collection, namespace, made))
 
 
 def merged(old, new):

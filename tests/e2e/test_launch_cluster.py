@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from networks_cluster import Networks
 from rigs.command import topoflight
 from rigs.recorded import path_of
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from agent.cli.bench import compare_networks
 from agent.cli.launch import launch
@@ -98,7 +98,7 @@ BASES = {
     "with a gate": [*WORDS, *DRY[:-1]], "azure": [*AZURE, *DRY],
     "one pod": [*("1" if word == "2" else word for word in NO_CLAIM), *DRY],
 }  # fmt: skip
-LAUNCHES = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
+LAUNCHES = data_of(__file__, "launches.yaml")
 
 
 @each_row(("base", "words", "told"), LAUNCHES["refused"])

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 from rigs.recorded import path_of
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from agent.cli.launch import launch
 from contracts.job_config import read_config, read_plan
@@ -137,7 +137,7 @@ def test_a_job_over_nvlink_is_made_with_its_compute_domain_unless_told_otherwise
 
 USERS = Path(__file__).parents[1] / "finetune" / "jobs" / "llama_gsm8k_trl.yaml"  # the user's file, unchanged
 
-ROWS = yaml.safe_load(Path(__file__).with_name("launches.yaml").read_text())
+ROWS = data_of(__file__, "launches.yaml")
 
 
 def launched(kind: str, *more: str, config: Path = USERS, host: tuple[str, ...] = ("--host", str(path_of()))) -> Result:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from click.testing import CliRunner
 from rigs.benchmarks import OWN_LOCK
 from rigs.netns import hosts
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, data_of, each_row
 from rigs.waiting import eventually
 
 from agent.cli.bench import compare_networks
@@ -24,7 +23,7 @@ from agent.jobs.networks import NetworkBar, NetworkBars, _describe_exits, add_co
 from contracts.finding import Interval
 from contracts.run_record import record_of
 
-ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
+ROWS = data_of(__file__, "jobs/rows.yaml")
 # A step waits for bytes and not for a busy machine: what the ranks compute is a tenth of one on the second network.
 NETWORKS = ["--over", "eth0,60M", "--over", "net1,150M"]
 CARRIED = 1448 / 1514 / 8  # what an Ethernet frame of 1514 bytes carries for TCP, in bytes per bit

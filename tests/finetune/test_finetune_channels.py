@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from rigs.command import TORCHRUN, interpreter, python
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, data_of, each_row
 
 from finetune import channels
 from finetune.channels import gloo_transports, planned_channels, read_log, record
 
-ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
+ROWS = data_of(__file__, "jobs/rows.yaml")
 INFO = "node-a:4711:4720 [0] NCCL INFO "
 
 

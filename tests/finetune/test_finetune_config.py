@@ -7,8 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import yaml
-from rigs.tables import each_row
+from rigs.tables import data_of, each_row
 
 from contracts import job_config, trl
 from contracts.job_config import ConfigError, JobConfig, JobPlan, dump_plan, parse_config, read_config, read_plan
@@ -17,7 +16,7 @@ from planner.stacks.exports import settle_layout
 
 JOBS = Path(__file__).with_name("jobs")
 SEED = JOBS / "llama_gsm8k_trl.yaml"
-SETTINGS = yaml.safe_load((JOBS / "settings.yaml").read_text())
+SETTINGS = data_of(__file__, "jobs/settings.yaml")
 
 
 def test_a_config_of_older_releases_reads_as_it_stands():
@@ -129,7 +128,7 @@ def test_the_plan_is_one_document(tmp_path):
 
 
 # The fields of TrainingArguments, SFTConfig, ModelConfig and ScriptArguments that no release below lacks a word for.
-FIELDS = json.loads((JOBS / "trl_fields.json").read_text())
+FIELDS = data_of(__file__, "jobs/trl_fields.json")
 NULLABLE = {"max_length": 1024, "max_seq_length": 1024}  # null would mean rows of any length
 
 

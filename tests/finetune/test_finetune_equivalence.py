@@ -5,17 +5,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import yaml
 from rigs.command import interpreter
-from rigs.tables import each_row
+from rigs.tables import data_of, each_row
 
 from contracts.layout import Layout
 
 # a busy machine runs 30 cases at its own pace
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800), pytest.mark.usefixtures("forked_ranks")]
 HERE = Path(__file__).parent
-LAYOUTS = yaml.safe_load((HERE / "layouts.yaml").read_text())
-SHAPE, MODELS = map(yaml.safe_load((HERE / "models.yaml").read_text()).get, ("shape", "models"))
+LAYOUTS = data_of(__file__, "layouts.yaml")
+SHAPE, MODELS = map(data_of(__file__, "models.yaml").get, ("shape", "models"))
 # fp32 sums in another order: the largest seen is 7e-7; a wrong scale, a lost shard or a double count is above 1e-2.
 TOLERANCE = 1e-5
 # bf16 keeps 8 bits: each result is rounded by 2^-8 at most, half its epsilon. Independent roundings add up as their

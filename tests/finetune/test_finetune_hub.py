@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-import yaml
 from rigs.hub import Hub, parquet
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, data_of, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from finetune.checkpoint import SaveError
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1800)]
-JOBS = yaml.safe_load((Path(__file__).with_name("jobs") / "hub.yaml").read_text())
+JOBS = data_of(__file__, "jobs/hub.yaml")
 SMALL, JOB = JOBS["small"], JOBS["job"]
 # Llama 3's shape of a talk, with a mark that is nowhere else, so that a test sees whose template was used.
 TEMPLATE = (

@@ -13,14 +13,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from filled import filled_model
 from rigs.command import python
-from rigs.tables import ROOT, each_row
+from rigs.tables import ROOT, data_of, each_row
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
@@ -41,7 +39,7 @@ from planner.forecast.specs import TrainSpec
 from planner.stacks import TOPOFLIGHT
 
 pytestmark = pytest.mark.long
-ROWS = yaml.safe_load((Path(__file__).with_name("jobs") / "rows.yaml").read_text())
+ROWS = data_of(__file__, "jobs/rows.yaml")
 SMALL = ROWS["small"]
 FAMILIES = {
     "llama": None,

@@ -14,10 +14,9 @@ from collections import Counter
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import pytest
-import yaml
+from rigs.tables import data_of
 from test_finetune_equivalence import run_script
 
 from contracts.layout import Layout
@@ -215,7 +214,7 @@ def every():
     return [one for of in found for one in of] if WHOLE else [of[at % len(of)] for at, of in enumerate(found[::5])]
 
 
-MADE_AGAIN = yaml.safe_load(Path(__file__).with_name("traced_layouts.yaml").read_text(encoding="utf-8"))
+MADE_AGAIN = data_of(__file__, "traced_layouts.yaml")
 
 
 def test_what_is_made_again_and_gathered_again_is_counted(tmp_path):

@@ -16,7 +16,7 @@ import yaml
 from click.testing import CliRunner
 from rigs.command import ROOT, interpreter
 from rigs.hub import Hub, parquet
-from rigs.tables import rows_of
+from rigs.tables import data_of, rows_of
 from test_finetune_hub import model_at, sums as questions
 from transformers import CONFIG_MAPPING, LlamaConfig
 
@@ -30,7 +30,7 @@ from finetune.rows import Loader
 
 rows = rows_of(__file__)
 HERE = Path(__file__).parent
-RECIPES = yaml.safe_load((HERE / "jobs" / "recipes.yaml").read_text())
+RECIPES = data_of(__file__, "jobs/recipes.yaml")
 OTHERS: dict[str, dict[str, int]] = rows("others")()
 SIZES = {**OTHERS, "gemma": {"head_dim": 8}, "smollm3": {"pad_token_id": 1}}
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-import yaml
 from pydantic import TypeAdapter
-from rigs.tables import ROOT, each_row
+from rigs.tables import PYPROJECT, ROOT, data_of, each_row
 
 from hardware.gpus import find_gpu, find_model, gpus, links, nvlink, refuses_peers, soldered, without_gdr
 from hardware.machines import machines as rows
@@ -20,9 +19,9 @@ from planner.forecast.models import model_named
 from planner.forecast.specs import TrainSpec
 from planner.recommend import frontier, recommend
 
-NAMES = yaml.safe_load(Path(__file__).with_name("gpu_names.yaml").read_text(encoding="utf-8"))
+NAMES = data_of(__file__, "gpu_names.yaml")
 TABLES = sorted((ROOT / "hardware").glob("*.toml"))
-BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+BUILD = PYPROJECT["tool"]["hatch"]["build"]
 PACKAGES = BUILD["targets"]["wheel"]["packages"]
 
 

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import fuzz_targets
 import pytest
-import yaml
 from click.testing import CliRunner
 from fuzz_targets import _dumps as dumped, check, targets
 from rigs.command import process, python
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, rows_of
 
 from agent.advice.request import Request
 from agent.base.options import InputError, RequestError, read_input
@@ -234,7 +233,7 @@ def test_every_reader_of_the_fuzzer_has_its_bound_here_or_needs_none() -> None:
     assert set(targets()) == set(tables("bounded")()) | set(tables("flat")())
 
 
-ROWS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "test_input_bounds.yaml")
 VALID: dict[str, Callable] = {
     "machine": fuzz_targets._machine, "bench_result": lambda: fuzz_targets.document_of("bench"), "outcome": dict,
     "run": lambda: fuzz_targets.document_of("run"), "recording": lambda: fuzz_targets._recording("titan-rtx-2x-nv2"),

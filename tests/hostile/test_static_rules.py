@@ -8,7 +8,6 @@ asks for.
 import ast
 import json
 import re
-import tomllib
 from importlib import metadata
 
 import pytest
@@ -16,7 +15,7 @@ import yaml
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import PYPROJECT, ROOT, each_row, rows_of
 
 from contracts.job_config import ConfigError, JobConfig
 from contracts.yaml_text import YamlTextError, _UniqueKeyLoader, load_all
@@ -42,7 +41,7 @@ OTHER_WORDS = {"datasets", "env", "lengths", "lost", "null", "output", "transpor
 
 
 def test_the_linter_holds_its_rules_and_nothing_is_excused() -> None:
-    lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    lint = PYPROJECT["tool"]["ruff"]["lint"]
     assert "S" in lint["select"] and not set(RULES) & set(lint["ignore"])
     assert not [rules for place, rules in lint["per-file-ignores"].items() if not place.startswith(("tests", "bench"))
                 and set(RULES) & set(rules)]  # fmt: skip
@@ -123,7 +122,7 @@ def test_weights_are_never_unpickled(tmp_path):
 rows = rows_of(__file__)
 
 LOCKS = ("agent", "finetune", "image", "dev", "build")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = PYPROJECT["project"]
 
 
 def locked(name: str) -> dict[str, Requirement]:

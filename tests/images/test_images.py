@@ -15,7 +15,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from api_server import ApiServer, write_kubeconfig
 from kustomization import render
 from rigs.command import topoflight
 from rigs.packages import CACHE, apt_installed, debian_root, one_installs
-from rigs.tables import ROOT
+from rigs.tables import PYPROJECT, ROOT
 from rigs.waiting import eventually
 
 HOME = CACHE / "containers"
@@ -179,7 +178,7 @@ def test_the_image_holds_the_agent_and_little_else(agent_image: str) -> None:
     """At most 70 MB above its base; no torch, no pip; a number for a user; labels; modules that all can be imported."""
     assert size_bytes(agent_image) - size_bytes(BASE) <= 70e6
     (about,) = json.loads(podman("image", "inspect", agent_image).stdout)
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    version = PYPROJECT["project"]["version"]
     assert about["Labels"]["org.opencontainers.image.version"] == version
     assert about["User"] == "65532:0"
     code = (

@@ -85,17 +85,6 @@ def test_what_stands_on_a_wire() -> None:
         assert (top.role, top.kind, top.parent, top.parent_elsewhere) == ("host", kind, f"low{kind}", False)
 
 
-def test_nccl_takes_docker0_where_nothing_else_has_an_address() -> None:
-    facts = facts_of(HOST + "ip address flush dev wire; ip address flush dev cni0")
-    docker = by_name(facts)["docker0"]
-    assert docker.running
-    others = [i for i in facts.interfaces if i.running and i.role != "loopback" and i.name != "docker0"]
-    if not any(i.addresses for i in others):  # link-local IPv6 addresses come on their own where IPv6 is on
-        assert facts.nccl_choice == "docker0"
-    else:
-        assert facts.nccl_choice in {"docker0", *(i.name for i in others)}
-
-
 def test_a_pod_with_a_macvlan_beside_its_overlay() -> None:
     facts = facts_of(POD_DEVICES, POD)
     found = by_name(facts)
@@ -105,10 +94,3 @@ def test_a_pod_with_a_macvlan_beside_its_overlay() -> None:
     wrong = [f for f in interfaces.check(facts) if f.code == "interfaces.choice.wrong"]
     assert [f.subject for f in wrong] == ["eth0"]
     assert "NCCL_SOCKET_IFNAME=net1" in wrong[0].remedy
-
-
-def test_a_second_network_without_an_address_or_down() -> None:
-    for line, code in (("ip address add 192.168.77.1/24 dev net1", "address.missing"),
-                       ("ip link set net1 up", "link.down")):  # fmt: skip
-        facts = facts_of(POD_DEVICES, POD.replace(line, ""))
-        assert [f.subject for f in interfaces.check(facts) if f.code == f"interfaces.{code}"] == ["net1"]

@@ -11,9 +11,8 @@ from pathlib import Path
 import forecast
 import pytest
 import studies
-import yaml
 from rigs.command import ROOT, interpreter
-from rigs.tables import each_row
+from rigs.tables import data_of, each_row
 from rows import Row, read_row
 
 from contracts.layout import Layout
@@ -94,9 +93,7 @@ def test_on_the_slow_network_more_sequences_per_step_is_the_advice_and_with_rdma
 
 def test_a_slow_network_changes_the_layout_that_is_recommended() -> None:
     """What crosses the slow link every micro-batch is not what is recommended there."""
-    slow = links(ranks=2, nodes=2, inside=10 * GB, network=1.2 * GB, name="OVN")
-    planned = plan(machines.cluster("2xa40-roce", 2), (), model_named("Llama-3.1-8B"), ARTICLE, links=slow)
-    assert search(planned).best[0].layout.dp_shard <= 2
+    assert search(planned_over(1.2 * GB, "OVN")).best[0].layout.dp_shard <= 2
 
 
 def test_the_page_of_published_studies_has_every_row_with_a_forecast_of_today() -> None:
@@ -125,7 +122,7 @@ def test_nvlink_helps_only_gpus_that_exist_with_it() -> None:
         assert any("NVLink" in text for text in helps_most(job, candidate, None)) == advised
 
 
-TABLES: dict = yaml.safe_load(Path(__file__).with_name("published_rows.yaml").read_text(encoding="utf-8"))
+TABLES: dict = data_of(__file__, "published_rows.yaml")
 BASE: dict[str, str] = TABLES["base"]
 
 

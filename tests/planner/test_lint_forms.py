@@ -5,11 +5,9 @@ import textwrap
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-import yaml
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from planner.lint.environment import lint
 from planner.lint.script import EnvironmentTextError, NamedEnvironment
@@ -30,7 +28,7 @@ def only(found: Reading) -> NamedEnvironment:
 
 
 PAIR = {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0,mlx5_1"}
-FORMS = yaml.safe_load(Path(__file__).with_name("lint_forms.yaml").read_text())
+FORMS = data_of(__file__, "lint_forms.yaml")
 
 
 @each_row("name", FORMS)

@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from nccl_env_hosts import host
 from rigs.command import topoflight
-from rigs.tables import corpus_folder, each_row, rows_of
+from rigs.tables import corpus_folder, data_of, each_row, rows_of
 
 from agent.checks.findings import group_findings
 from agent.checks.host_checks import check_environment
@@ -195,7 +194,7 @@ def test_a_text_inside_a_text_is_named_once_with_its_own_places() -> None:
 
 
 BARE = "kind: Pod\nspec:\n  containers:\n  - name: t\n    env:\n"
-ROWS = yaml.safe_load(Path(__file__).with_name("lint_unread.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "lint_unread.yaml")
 
 
 @each_row("row", [row for rows in ROWS.values() for row in rows])

@@ -17,7 +17,7 @@ from nccl_env_hosts import cluster, host, interface, port, settings
 from rigs.crds import of_version, strict, validate
 from rigs.pods import Document, launched, templates
 from rigs.recorded import path_of, snapshot
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, hold_file, rows_of
 
 from agent.base.options import read_snapshots
 from planner.advice import Recommendation
@@ -28,7 +28,7 @@ from probes.interfaces.facts import Interface
 from probes.rdma.facts import RdmaDevice, RdmaPort
 from probes.registry import ALL
 
-ROWS = yaml.safe_load(Path(__file__).with_name("manifest_values.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "manifest_values.yaml")
 SPEC = JobSpec(
     name="sft-roce", namespace="training", image="registry.example/finetune:1", nodes=2, processes_per_node=2,
     command=("torchrun", "-m", "finetune.train", "--config", "/etc/config/config.yaml"),
@@ -180,9 +180,7 @@ def test_the_deployed_example_is_what_the_probed_facts_call_for() -> None:
     found = read_snapshots([ROOT / "tests" / "machines" / "l40s-4x-pcie.json"], ALL)
     documents = (*network_manifests.network(network_manifests.from_snapshots(found)), *SHARED_CLAIM)
     head = path.read_text().split("---\n", 1)[0] if path.exists() else ""
-    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
-        path.write_text(head + manifests.render(documents))
-    assert path.read_text() == head + manifests.render(documents)
+    hold_file(path, head + manifests.render(documents))
 
 
 @pytest.mark.corpus
@@ -254,7 +252,10 @@ def test_the_network_of_one_interface_has_no_number() -> None:
 
 @each_row("count", [2, 8])
 def test_each_interface_has_its_network(count: int) -> None:
-    """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size."""
+    """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size.
+
+    The device plugin shares all rails as one resource: one unit of it brings every HCA into the pod.
+    """
     documents = network_manifests.network(spec(count, namespace="training"))
     made = of_kind(documents, "MacvlanNetwork")
     assert [d["metadata"]["name"] for d in made] == [f"rdmashared-net-{i + 1}" for i in range(count)]
@@ -268,22 +269,13 @@ def test_each_interface_has_its_network(count: int) -> None:
     assert [(c["name"], c["master"], c["ipam"]) for c in configs] == [
         (d["metadata"]["name"], d["spec"]["master"], ipam) for d, ipam in zip(made, said, strict=True)
     ]
-
-
-def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
-    """One unit of it brings every HCA into the pod."""
-    (policy,) = of_kind(network_manifests.network(spec(8)), "NicClusterPolicy")
+    (policy,) = of_kind(documents, "NicClusterPolicy")
     (shared,) = json.loads(policy["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
-    assert shared["selectors"]["ifNames"] == [f"ens{i}f0np0" for i in range(8)]
+    assert shared["selectors"]["ifNames"] == [d["spec"]["master"] for d in made]
 
 
 def interfaces(*snapshots: Snapshot) -> tuple[str, ...]:
     return network_manifests.from_snapshots(snapshots).interfaces
-
-
-def test_every_rail_that_all_nodes_have_is_one() -> None:
-    """By their names."""
-    assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
 
 
 @each_row(("second", "rails"), rows("bridge_members"))
@@ -294,8 +286,9 @@ def test_a_member_of_a_bridge_gets_no_macvlan(second: dict[str, str], rails: lis
     assert interfaces(node(rails=3, links=links)) == tuple(rails)
 
 
-def test_the_only_interface_is_a_rail_and_management_next_to_others_is_none() -> None:
-    """There is no better one. A slower port of another model is no rail either."""
+def test_rails_are_what_all_nodes_have_and_no_management_next_to_others() -> None:
+    """By their names. The only interface is one: there is no better. A slower port of another model is none."""
+    assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
     assert interfaces(node(rails=1, links=[interface("ens0f0np0", "host", "", master="ovs-system")])) == ("ens0f0np0",)
     slow = port("mlx5_9", layer="Ethernet", gbit=25, model="ConnectX-6 Lx", netdev="eno1")
     assert interfaces(node(rails=2, devices=[slow])) == ("ens0f0np0", "ens1f0np0")

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from contracts.layout import Layout
 from planner.advice import ExportError, ExportRequest
@@ -99,7 +98,7 @@ def test_known_names_have_the_published_number_of_weights(name: str, total: int)
     assert weights(model_named(name)).total == total
 
 
-ON_THE_HUB = yaml.safe_load(Path(__file__).with_name("models_on_the_hub.yaml").read_text(encoding="utf-8"))
+ON_THE_HUB = data_of(__file__, "models_on_the_hub.yaml")
 
 
 @pytest.mark.long

@@ -4,16 +4,14 @@ And the advice on every recorded machine, as an expert would read it.
 `TOPOFLIGHT_UPDATE_GOLDEN=1` redraws docs/reference/platforms.md.
 """
 
-import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import platform_machines as built
-import yaml
 from jinja2 import Template
 from nccl_env_hosts import settings
 from rigs.recorded import H100, NAMES, snapshot
-from rigs.tables import ROOT, each_row, rows_of
+from rigs.tables import ROOT, data_of, each_row, hold_file, rows_of
 
 from agent.advice.advise import advise_cluster
 from agent.advice.request import Request
@@ -31,7 +29,7 @@ from topology.cluster import join
 
 rows = rows_of(__file__)
 TABLE = read_table(f"{ROOT}/planner/nccl_env/__init__.py", "data/platforms.toml")
-EXPECTED = yaml.safe_load(Path(__file__).with_name("nccl_env_platforms.yaml").read_text(encoding="utf-8"))
+EXPECTED = data_of(__file__, "nccl_env_platforms.yaml")
 
 
 def seen(machine: str, **changes) -> Snapshot:
@@ -205,9 +203,8 @@ def test_page_of_platforms_is_drawn_from_the_data() -> None:
     for name, text in pages().items():
         path = ROOT / "docs" / name
         head, mark, _ = path.read_text(encoding="utf-8").partition(f"\n{text[:2]}")
-        if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN"):
-            path.write_text(f"{head}\n{text}", encoding="utf-8")
-        assert mark and path.read_text(encoding="utf-8") == f"{head}\n{text}"
+        assert mark, f"{name} has no table"
+        hold_file(path, f"{head}\n{text}")
 
 
 def test_machine_of_amd_gpus_is_seen_not_judged_and_laid_out_for_nobody() -> None:

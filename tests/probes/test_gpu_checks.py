@@ -30,7 +30,6 @@ from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaDevice, RdmaFacts, RdmaPort
 from topology.build import build
 from topology.check import describe_departures
-from topology.derive import find_reference
 
 rows = rows_of(__file__, "gpu_findings.yaml")
 
@@ -473,14 +472,3 @@ def test_an_hca_is_one_by_its_type_where_its_place_is_hidden() -> None:
     rdma = scan(RecordedHost(content)).facts(RdmaFacts)
     assert {device.kind for device in rdma.devices if device.model and "ConnectX" in device.model} == {"hca"}
     assert RdmaDevice(name="x", kind="hca", ports=(RdmaPort(port=1),)).bus_id is None
-
-
-@each_row(("model", "gpus", "sku"), rows("boards"))
-def test_a_board_is_recognised_by_its_whole_name(model: str, gpus: int, sku: str | None) -> None:
-    """GB200 is no B200, and GH200 no H200."""
-    node = build(snapshot())
-    renamed = dataclasses.replace(
-        node, product=None, pairs=(), gpus=tuple(dataclasses.replace(gpu, model=model) for gpu in node.gpus[:gpus])
-    )
-    row = find_reference(renamed)
-    assert (row.called if row else None) == sku

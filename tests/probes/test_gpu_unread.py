@@ -14,7 +14,7 @@ from agent.checks.host_checks import check_snapshot
 from contracts.finding import Status
 from probes.api import Absent, Failed, Ok, Snapshot
 from probes.gpu.facts import Gpu, GpuFacts
-from probes.gpu.probe import IDENTITY, PROBE, list_codes_of_question as codes_of
+from probes.gpu.probe import PROBE, list_codes_of_question as codes_of
 from probes.gpu.read import LOST
 from probes.host.nvml import ERROR_CODES, HANDLE, XIDS
 from probes.host.protocol import GpuHandle, Json, NvmlError
@@ -254,12 +254,6 @@ def test_a_driver_that_was_unloaded_is_initialised_again(scanner_of, tmp_path):
         second = facts_of(scanner.scan())
     assert any("UNINITIALIZED" in question for gpu in first.gpus for question in gpu.unread)
     assert not any(gpu.unread for gpu in second.gpus)
-
-
-def test_identity_is_a_code_of_the_probe() -> None:
-    """As is every other code that an unread question leads to."""
-    assert IDENTITY in PROBE.codes
-    assert {code for question in ("x", *_symbols()) for code in codes_of(question)} <= set(PROBE.codes)
 
 
 def _facts(scanner: Scanner) -> GpuFacts:

@@ -12,16 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from dicthost import DIRECTORY, Content, DictHost, corpus_tree, tree_of
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from contracts.finding import Finding, Status
 from probes.api import UnavailableError
 from probes.increases import find_rdma_increases
 from probes.pci import probe as pci
 from probes.pci.facts import PciDevice, PciFacts
-from probes.pci.probe import list_peer_ports
 from probes.pci.read import parse_config, read as read_pci
 from probes.rdma import probe as rdma
 from probes.rdma.facts import RdmaDevice, RdmaPort, find_ipv4
@@ -106,7 +104,7 @@ def test_no_rdma_is_absent_and_devices_are_in_the_order_of_their_numbers() -> No
     assert [d.name for d in read_rdma(fabric.host()).devices] == ["mlx5_0", "mlx5_2", "mlx5_10"]
 
 
-ROWS = yaml.safe_load(Path(__file__).with_name("rdma_rows.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "rdma_rows.yaml")
 GIDS = {"link-local": LINK_LOCAL, "IPv4": IPV4, "IPv6": "fd00:0000:0000:0000:0000:0000:0000:0001"}
 VERSIONS = {"v1": V1, "v2": V2, "unread": errno.EINVAL}
 
@@ -297,14 +295,6 @@ def switch(acs: int | None = 0, **gpu) -> Machine:
     machine.add(f"{root}/0000:16:00.0/0000:17:00.0/0000:18:00.0", GPU, **gpu)
     machine.add(f"{root}/0000:16:00.0/0000:17:01.0/0000:19:00.0", NIC)
     return machine
-
-
-def test_the_tree() -> None:
-    facts = read_pci(switch().host())
-    gpu = next(d for d in facts.devices if d.vendor_id == 0x10DE)
-    assert (gpu.parent, gpu.root, gpu.driver, gpu.numa_node) == ("0000:17:00.0", "pci0000:15", "nvidia", 0)
-    assert (gpu.link_width, gpu.link_transfers_per_second) == (16, 32e9)
-    assert list_peer_ports(facts) == {"0000:17:00.0", "0000:17:01.0"}
 
 
 def virtual(paths: list[str]) -> Machine:

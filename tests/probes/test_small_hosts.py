@@ -12,7 +12,7 @@ import pytest
 import yaml
 from dicthost import Content, DictHost
 from hypothesis import given, settings, strategies as st
-from rigs.tables import ROOT, each_row, golden_rows
+from rigs.tables import ROOT, data_of, each_row, golden_rows
 
 from contracts.finding import Status
 from contracts.tables import read_table
@@ -77,7 +77,7 @@ def test_the_agents_container_is_one_that_says_so() -> None:
 
 MIB = 1 << 20
 UNPRIVILEGED = "Name:\tpython\nCapEff:\t0000000000000000\nSeccomp:\t2\n"
-TABLES = yaml.safe_load(Path(__file__).with_name("limits_rows.yaml").read_text(encoding="utf-8"))
+TABLES = data_of(__file__, "limits_rows.yaml")
 
 
 def host(status: str = UNPRIVILEGED, memlock=(65536, 65536), files=None, rdma: bool = True, **more) -> DictHost:
@@ -116,7 +116,7 @@ def test_the_memlock_limit_is_the_jobs_or_is_not_judged(conf: str | None, of: st
     assert ("Slurm job 7" in facts.whose) == (of == "a step")
 
 
-HOST = yaml.safe_load(Path(__file__).with_name("any_bytes.yaml").read_text(encoding="utf-8"))
+HOST = data_of(__file__, "any_bytes.yaml")
 FILES, LINKS = HOST["files"], HOST["links"]
 SOUND: dict[str, Content] = {**dict.fromkeys(FILES, "1\n"), **HOST["sound"]}
 NETLINK = {"links": [{"index": 2, "IFLA_IFNAME": "eth0", "flags": 0x1043}]}

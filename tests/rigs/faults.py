@@ -1,8 +1,8 @@
 """The recorded sick machines, and where a newcomer reads each fault: on the page, on the dashboards, in an alert."""
 
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
+
+from rigs.tables import data_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,4 +20,4 @@ class Fault:
     place: int = 0  # among the page's findings: those before it are failures as well, of what else is wrong there
 
 
-FAULTS = tuple(Fault(**row) for row in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["fault"])
+FAULTS = tuple(Fault(**row) for row in data_of(__file__, "faults.toml")["fault"])

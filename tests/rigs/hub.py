@@ -5,16 +5,16 @@ X-Linked-Etag, X-Linked-Size, X-Error-Code, Link. What it serves is what a test 
 """
 
 import hashlib
-import http.server
-import json
 import threading
 from dataclasses import dataclass, field
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rigs.serving import Handler
 
 PAGE = 3  # entries of a tree per answer: every listing has several pages
 LARGE = 4096  # from here on files are "LFS": their place answers with a redirect to another host
@@ -58,18 +58,11 @@ class Hub:
         self.refused: dict[str, int] = {}  # token -> the status that everything asked with it gets
         outer = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
+        class OfHub(Handler):
+            def respond(self) -> None:
                 outer.answer(self)
 
-            do_HEAD = do_GET  # noqa: N815
-
-            def log_message(self, *_: Any) -> None:
-                """Silent."""
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), OfHub)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.files = f"http://localhost:{self.server.server_address[1]}/cdn"
@@ -86,16 +79,16 @@ class Hub:
         self.server.shutdown()
         self.server.server_close()
 
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
+    def answer(self, request: Handler) -> None:
         """One request."""
         url = urlsplit(request.path)
         path = unquote(url.path)
         self.asked.append(f"{request.command} {path}")
         if self.failing is not None:
-            return _send(request, self.failing, {"error": "failing"})
-        token = _token(request)
+            return request.send(self.failing, {"error": "failing"})
+        token = request.token
         if token in self.refused:
-            return _send(request, self.refused[token], {"error": "Invalid credentials in Authorization header"})
+            return request.send(self.refused[token], {"error": "Invalid credentials in Authorization header"})
         if path.startswith("/cdn/"):
             return _send_file(request, Path(path.removeprefix("/cdn")), {})
         for kind, name in (*self.moved, *self.repositories):
@@ -104,13 +97,13 @@ class Hub:
                 if path != start and not path.startswith(f"{start}/"):
                     continue
                 if new := self.moved.get((kind, name)):
-                    return _send(request, 307, {}, {"Location": request.path.replace(f"/{name}", f"/{new}", 1)})
+                    return request.send(307, {}, {"Location": request.path.replace(f"/{name}", f"/{new}", 1)})
                 rest, repository = path.removeprefix(start).strip("/"), self.repositories[kind, name]
                 return respond(request, name, repository, rest, parse_qs(url.query))
         # without a token the real one does not tell the absent from the private
         return _refuse(request, 404 if token else 401, "RepoNotFound")
 
-    def _api(self, request: Any, name: str, repository: Repository, rest: str, query: dict[str, list[str]]) -> None:
+    def _api(self, request: Handler, name: str, repository: Repository, rest: str, query: dict[str, list[str]]) -> None:
         what, _, where = rest.partition("/")
         revision, _, inside = where.partition("/")
         found = repository.at(revision or "main")
@@ -120,7 +113,7 @@ class Hub:
         files = sorted(p for p in folder.rglob("*") if p.is_file())
         if what in ("", "revision"):
             siblings = [{"rfilename": p.relative_to(folder).as_posix(), "size": p.stat().st_size} for p in files]
-            return _send(request, 200, {
+            return request.send(200, {
                 "id": name, "sha": sha, "private": False, "gated": "manual" if repository.tokens else False,
                 "siblings": siblings, "tags": [], "downloads": 0,
             })  # fmt: skip
@@ -132,15 +125,15 @@ class Hub:
         more = {}
         if first + PAGE < len(entries):
             more["Link"] = f'<{self.url}{urlsplit(request.path).path}?recursive=True&cursor={first + PAGE}>; rel="next"'
-        return _send(request, 200, entries[first : first + PAGE], more)
+        return request.send(200, entries[first : first + PAGE], more)
 
-    def _file(self, request: Any, _name: str, repository: Repository, rest: str, _query: Any) -> None:
+    def _file(self, request: Handler, _name: str, repository: Repository, rest: str, _query: Any) -> None:
         revision, _, inside = rest.partition("/")
         found = repository.at(revision)
         if found is None:
             return _refuse(request, 404, "RevisionNotFound")
         sha, folder = found
-        token = _token(request)
+        token = request.token
         if repository.tokens is not None and token not in repository.tokens:
             return _refuse(request, 403 if token else 401, "GatedRepo")
         path = folder / inside
@@ -150,7 +143,7 @@ class Hub:
         if path.stat().st_size < LARGE:
             return _send_file(request, path, {"ETag": f'"{oid}"', "X-Repo-Commit": sha})
         sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        return _send(request, 302, {}, {
+        return request.send(302, {}, {
             "Location": f"{self.files}{path}", "X-Repo-Commit": sha, "X-Linked-Etag": f'"{sha256}"',
             "X-Linked-Size": str(path.stat().st_size), "ETag": f'"{oid}"',
         })  # fmt: skip
@@ -170,19 +163,11 @@ def _sha1(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()  # noqa: S324
 
 
-def _token(request: Any) -> str:
-    return str(request.headers.get("Authorization", "")).removeprefix("Bearer ")
+def _refuse(request: Handler, status: int, code: str, headers: dict[str, str] | None = None) -> None:
+    request.send(status, {"error": code}, {"X-Error-Code": code, **(headers or {})})
 
 
-def _refuse(request: Any, status: int, code: str, headers: dict[str, str] | None = None) -> None:
-    _send(request, status, {"error": code}, {"X-Error-Code": code, **(headers or {})})
-
-
-def _send(request: Any, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-    _write(request, status, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})})
-
-
-def _send_file(request: Any, path: Path, headers: dict[str, str]) -> None:
+def _send_file(request: Handler, path: Path, headers: dict[str, str]) -> None:
     content, status = path.read_bytes(), 200
     wanted = request.headers.get("Range", "")
     if wanted.startswith("bytes="):
@@ -190,13 +175,4 @@ def _send_file(request: Any, path: Path, headers: dict[str, str]) -> None:
         total, stop = len(content), int(last) + 1 if last else len(content)
         content, status = content[int(first) : stop], 206
         headers = {**headers, "Content-Range": f"bytes {first}-{stop - 1}/{total}"}
-    _write(request, status, content, {"Content-Type": "application/octet-stream", **headers})
-
-
-def _write(request: Any, status: int, content: bytes, headers: dict[str, str]) -> None:
-    request.send_response(status)
-    for name, value in {**headers, "Content-Length": str(len(content))}.items():
-        request.send_header(name, value)
-    request.end_headers()
-    if request.command != "HEAD":
-        request.wfile.write(content)
+    request.send(status, content, {"Content-Type": "application/octet-stream", **headers})

@@ -1,5 +1,6 @@
 """Servers on ports that the kernel chooses as they are bound: one that was only looked for is taken by another test."""
 
+import json
 import socket
 import subprocess
 import threading
@@ -32,6 +33,45 @@ def serving(app: Any) -> Iterator[int]:
         thread.join(10)
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Gives each request to `respond`, and logs nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def respond(self) -> None:
+        """Answer one request with `send`."""
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        """Every method is answered alike."""
+        self.respond()
+
+    do_HEAD = do_POST = do_PATCH = do_PUT = do_DELETE = do_GET  # noqa: N815 - the standard library's names
+
+    def log_message(self, *_: object) -> None:
+        """Silent."""
+
+    @property
+    def token(self) -> str:
+        """The bearer's."""
+        return str(self.headers.get("Authorization") or "").removeprefix("Bearer ")
+
+    def read_body(self) -> bytes:
+        """What the client sent."""
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def send(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+        """The answer: bytes as they are, all else as JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        kind = {} if isinstance(body, bytes) else {"Content-Type": "application/json"}
+        self.send_response(status)
+        for name, value in {**kind, **(headers or {}), "Content-Length": str(len(raw))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(raw)
+
+
 class Asked(NamedTuple):
     """One request that `answering` had."""
 
@@ -47,23 +87,15 @@ def answering(*answers: tuple[int, dict[str, str], bytes]) -> Iterator[tuple[str
     seen: list[Asked] = []
     left = list(answers or [(200, {}, b"{}")])
 
-    class Handler(BaseHTTPRequestHandler):
-        def _answer(self) -> None:
-            sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            seen.append(Asked(self.command, self.path, sent, list(self.headers.items())))
+    class InTurn(Handler):
+        protocol_version = "HTTP/1.0"
+
+        def respond(self) -> None:
+            seen.append(Asked(self.command, self.path, self.read_body(), list(self.headers.items())))
             status, headers, body = left.pop(0) if len(left) > 1 else left[0]
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
+            self.send(status, body, headers)
 
-        do_GET = do_POST = _answer  # noqa: N815 - the standard library's names
-
-        def log_message(self, *_: object) -> None:
-            """Silent."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), InTurn) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}", seen
         server.shutdown()

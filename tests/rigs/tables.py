@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]  # of the repository
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def corpus_folder() -> Path:
@@ -91,18 +93,18 @@ def each_row(
     return decorate
 
 
+def data_of(test: str, name: str) -> Any:
+    """What is in a YAML, TOML or JSON file next to a test."""
+    text = (Path(test).parent / name).read_text(encoding="utf-8")
+    return {".yaml": yaml.safe_load, ".toml": tomllib.loads, ".json": json.loads}[Path(name).suffix](text)
+
+
 def rows_of(test: str, name: str = "") -> Callable[[str], Callable[[], Any]]:
     """The tables of a YAML file next to a test, by their keys; `name` where the file has not the test's own name.
 
     The file is read when the first test that takes a table runs, not at collection.
     """
-    path = Path(test).with_name(name) if name else Path(test).with_suffix(".yaml")
-
-    @functools.cache
-    def tables() -> dict[str, Any]:
-        found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return found
-
+    tables = functools.cache(lambda: data_of(test, name or f"{Path(test).stem}.yaml"))
     return lambda key: lambda: tables()[key]
 
 
@@ -116,6 +118,16 @@ def plain(record: Any) -> Any:
     if isinstance(record, Mapping):
         return {str(name): plain(value) for name, value in record.items()}
     return [plain(one) for one in record] if isinstance(record, tuple | list) else record
+
+
+def hold_file(path: Path, text: str, look: str = "read the difference") -> None:
+    """Compare a file with what it should hold; TOPOFLIGHT_UPDATE_GOLDEN=1 rewrites it."""
+    rewrite = "run this test with TOPOFLIGHT_UPDATE_GOLDEN=1"
+    if os.environ.get("TOPOFLIGHT_UPDATE_GOLDEN") == "1":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.exists(), f"{path} is missing: {rewrite}, which writes it"
+    assert text == path.read_text(encoding="utf-8"), f"{path} differs: {look}. If it is intended, {rewrite}"
 
 
 def golden_rows(name: str, key: str, read: Callable[[dict[str, Any]], Any]) -> None:

@@ -11,8 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import nvml_profile
 import pytest
+import resident
 from cattrs import structure
 from rigs.command import topoflight
 from rigs.recorded import path_of, snapshot
@@ -351,6 +351,9 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
     assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
+    recorded = replace(unscanned, snapshots=(snapshot("gb200-nvl72-tray"),))
+    assert format_slurm_reasons(recorded) == "nvl72-r1-t07: stopped by SIGTERM before it was done\n"
+    assert format_slurm_reasons(replace(recorded, snapshots=recorded.snapshots * 2)) == "", "the node is unknown"
     lost = "Connection closed by peer"
     for rank, error in enumerate(("CUDA error: uncorrectable ECC error encountered", lost, lost)):
         host = f"ip-10-0-0-{rank}.example.com"
@@ -482,19 +485,13 @@ def test_broken_settings_are_logged_and_drain_no_node(text: str | None, logged: 
 
 def test_the_log_names_the_driver_call_that_hangs(tmp_path: Path) -> None:
     """The node is not drained, because nothing is known of it."""
-    answers = json.loads(path_of().read_text())["answers"]
-    (tmp_path / "profile").write_text(nvml_profile.profile(answers["nvml"]))
-    nvml_profile.restore_files(answers, tmp_path / "root")
+    root, machine = resident.restore(tmp_path)
     shutil.copytree(ROOT / "deploy" / "slurm", tmp_path / "scripts")
     with (tmp_path / "scripts" / "settings").open("a") as settings:
-        settings.write(
-            f"topoflight={Path(sys.executable).parent}/topoflight\noptions=(--timeout 3 --root {tmp_path}/root)\n"
-        )
+        settings.write(f"topoflight={Path(sys.executable).parent}/topoflight\noptions=(--timeout 3 --root {root})\n")
         settings.write(f'seconds=120\nlog() {{ echo "$1: $2" >> {tmp_path}/log; }}\n')
-    environment = {
-        **os.environ, "LD_LIBRARY_PATH": str(nvml_profile.build(tmp_path).parent), "SLURMD_NODENAME": "node02",
-        "FAKE_NVML_PROFILE": str(tmp_path / "profile"), "FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang",
-    }  # fmt: skip
+    hangs = {"FAKE_NVML_INJECT": "nvmlDeviceGetName@gpu1=hang", "SLURMD_NODENAME": "node02"}
+    environment = os.environ | machine | hangs
     subprocess.run([tmp_path / "scripts" / "health-check.sh"], env=environment, timeout=300, check=True)
     log = (tmp_path / "log").read_text()
     assert "node not checked (exit code 5): node02: " in log and "in nvmlDeviceGetName of GPU1" in log, log

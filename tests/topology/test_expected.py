@@ -9,10 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import yaml
 from busbw_rows import PlaceError, Row, place
 from rigs.recorded import snapshot
-from rigs.tables import each_row, rows_of
+from rigs.tables import data_of, each_row, rows_of
 
 from planner.forecast import machines
 from topology.build import build
@@ -140,7 +139,7 @@ def test_one_and_several_streams_fill_a_slow_wire_and_not_a_fast_one() -> None:
     assert fast.interval.low < 4 * GB
 
 
-WORDS = yaml.safe_load(Path(__file__).with_name("busbw_rows.yaml").read_text(encoding="utf-8"))
+WORDS = data_of(__file__, "busbw_rows.yaml")
 
 
 def row(machine: str, gpus: int, nodes: int) -> Row:

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from rigs.recorded import snapshot, with_facts, with_outcomes
+from rigs.recorded import changed, snapshot, with_facts, with_outcomes
 from topo_samples import topology
 
 from contracts.finding import Status
 from probes.api import Absent
 from probes.gpu.facts import GpuFacts
 from probes.gpu.probe import PROBE as GPU_PROBE
-from probes.interfaces.facts import Interface
+from probes.interfaces.facts import Interface, InterfacesFacts
+from probes.pci.facts import PciFacts
 from probes.rdma.facts import RdmaFacts
 from probes.registry import check_facts
 from topology.cluster import join
@@ -33,15 +34,9 @@ def messages(differences):
     return [difference.message for difference in differences]
 
 
-def changed(name, probe, **changes):
-    """The machine with some facts of a probe replaced."""
-    whole = snapshot(name)
-    return with_facts(whole, **{probe: replace(whole.outcomes[probe].facts, **changes)})
-
-
 def tray(clique, **changes):
     gpus = (replace(gpu, fabric_clique=f"rack/{clique}") for gpu in snapshot(GB200).facts(GpuFacts).gpus)
-    return replace(changed(GB200, "gpu", gpus=tuple(gpus)), **changes)
+    return replace(changed(snapshot(GB200), GpuFacts, gpus=tuple(gpus)), **changes)
 
 
 def test_differences_in_words():
@@ -50,10 +45,10 @@ def test_differences_in_words():
     small = snapshot("sick-h100-memlock-64KiB")
     pci = [replace(one, link_transfers_per_second=8e9) if one.bus_id == "0000:5e:00.0" else one
            for one in sound.outcomes["pci"].facts.devices]  # fmt: skip
-    slow = changed(HGX, "pci", devices=tuple(pci))
+    slow = changed(snapshot(HGX), PciFacts, devices=tuple(pci))
     rows = [
         (diff(sound, sound), None),
-        (diff(sound, changed(HGX, "gpu", driver_version="999.1")), f"driver {version} -> 999.1"),
+        (diff(sound, changed(snapshot(HGX), GpuFacts, driver_version="999.1")), f"driver {version} -> 999.1"),
         (diff(sound, sick), f"mlx5_3 down on {there} (active on {here})"),
         (diff(sound, sick, ("in a.json", "in b.json")), "mlx5_3 down in b.json (active in a.json)"),
         (diff(sound, replace(sick, hostname=here)), "mlx5_3 down (was active)"),
@@ -74,14 +69,17 @@ def rails(last, first=100):
     subnets = [*range(first, first + 3), last]
     links = [Interface(name=f"ens{n}", role="host", rdma_device=f"mlx5_{n}", addresses=(f"10.{subnet}.0.9/24",))
              for n, subnet in enumerate(subnets)]  # fmt: skip
-    return changed(HGX, "interfaces", interfaces=tuple(links))
+    return changed(snapshot(HGX), InterfacesFacts, interfaces=tuple(links))
 
 
 def test_identifiers_count_if_most_are_equal():
     """One of eight boards was replaced, one of four rails is in another subnet; other hosts and racks share none."""
     gpus = snapshot(HGX).facts(GpuFacts).gpus
     others = [replace(gpu, uuid=f"other {gpu.index}") for gpu in gpus]
-    replaced, elsewhere = changed(HGX, "gpu", gpus=(others[0], *gpus[1:])), changed(HGX, "gpu", gpus=tuple(others))
+    replaced, elsewhere = (
+        changed(snapshot(HGX), GpuFacts, gpus=(others[0], *gpus[1:])),
+        changed(snapshot(HGX), GpuFacts, gpus=tuple(others)),
+    )
     assert messages(diff(snapshot(HGX), replaced)) == [f"GPU0 board (UUID) {gpus[0].uuid} -> other 0"]
     assert messages(diff(rails(103), rails(7))) == ["ens3 network 10.103.0.0/24 -> 10.7.0.0/24"]
     assert not (*diff(snapshot(HGX), elsewhere), *diff(rails(103), rails(203, first=200)))
@@ -121,7 +119,7 @@ def test_throttling_is_as_bad_as_the_scan_calls_it():
     ended = diff(hot, replace(cool, hostname=hot.hostname))
     assert {d.status for d in ended if d.what == "throttled by"} == {Status.INFO}
     gpus = tuple(replace(gpu, throttle_reasons=("sw_power_cap",)) for gpu in cool.facts(GpuFacts).gpus)
-    assert {d.status for d in diff(cool, changed(HGX, "gpu", gpus=gpus))} == {Status.INFO}
+    assert {d.status for d in diff(cool, changed(snapshot(HGX), GpuFacts, gpus=gpus))} == {Status.INFO}
 
 
 def test_worst_first_and_a_vanished_device_once():
@@ -190,7 +188,7 @@ def test_gpus_are_compared_by_their_place_on_the_bus():
     turned = {gpu.index: 7 - gpu.index for gpu in facts.gpus}
     pairs = tuple(replace(pair, a=turned[pair.a], b=turned[pair.b]) for pair in facts.pairs)
     gpus = tuple(replace(gpu, index=turned[gpu.index]) for gpu in facts.gpus)
-    renumbered = replace(changed(HGX, "gpu", gpus=gpus, pairs=pairs), hostname="renumbered")
+    renumbered = replace(changed(snapshot(HGX), GpuFacts, gpus=gpus, pairs=pairs), hostname="renumbered")
     assert not fleet([snapshot(HGX), snapshot(HGX), renumbered]).families[0].odd
     facts = snapshot(HGX).outcomes["rdma"].facts
     renamed = replace(facts, devices=(replace(facts.devices[0], name="ibp24s0"), *facts.devices[1:]))

@@ -250,9 +250,10 @@ def test_a_lost_gpu_takes_no_share_of_hidden_links():
     assert links_of(*gpus, lost, pairs=tuple(pairs)).between(0, 1)[0] == 2
 
 
-@each_row(("model", "product", "gpus", "sku"), rows("smaller"))
-def test_a_smaller_size_with_the_same_product_name_has_lost_no_gpu(model, product, gpus, sku):
-    made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV12"), model=model), product=product)
+@each_row(("model", "product", "gpus", "sku"), rows("boards"))
+def test_a_board_is_known_by_its_whole_name_and_a_smaller_size_has_lost_no_gpu(model, product, gpus, sku):
+    """GB200 is no B200, and GH200 no H200."""
+    made = replace(node(gpus, dict.fromkeys(combinations(range(gpus), 2), "NV6"), model=model), product=product)
     assert complete(made).sku == sku
     assert [words for words in describe_departures(made) if sku is None] == []
 

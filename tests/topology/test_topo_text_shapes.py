@@ -3,11 +3,9 @@
 import json
 import re
 from itertools import combinations
-from pathlib import Path
 
-import yaml
 from hypothesis import given, settings, strategies as st
-from rigs.tables import each_row
+from rigs.tables import data_of, each_row
 from topo_samples import ALL
 
 from probes.pci.facts import PciDevice
@@ -49,7 +47,7 @@ def each_line(form):
     return lambda text: "\n".join(form.format(line, n=n) for n, line in enumerate(text.split("\n"), 1))
 
 
-FORMS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+FORMS = data_of(__file__, "test_topo_text_shapes.yaml")
 SHAPES = {
     **{name: each_line(form) for name, form in FORMS["lines"].items()},
     **{name: form.format for name, form in FORMS["texts"].items()},

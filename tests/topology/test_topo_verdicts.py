@@ -108,12 +108,6 @@ def test_nccl_xml(corpus, entry):
         assert counts == entry["nvlinks_per_gpu"]
 
 
-def test_prose_that_names_gpus_is_no_matrix():
-    """The first line looks like a header without labels, and the second one like its row."""
-    with pytest.raises(TopologyFileError, match="no header line"):
-        text.parse("GPU2 has no NIC: the path to mlx5_0 is SYS.\nGPU3 has no NIC: the path to mlx5_0 is SYS.\n")
-
-
 @pytest.mark.corpus
 @each_row("path", lambda: sorted((corpus_folder() / "topo" / "lookalikes").glob("*")))
 def test_lookalikes_are_refused(path):

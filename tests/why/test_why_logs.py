@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
-import yaml
 from rigs.command import topoflight
-from rigs.tables import each_row
+from rigs.tables import data_of, each_row
 
 from agent.base.options import InputError
 from agent.why import diagnosis
 from collectives.traces.watchdog import StackReader
 
-ROWS = yaml.safe_load(Path(__file__).with_name("why_logs.yaml").read_text(encoding="utf-8"))
+ROWS = data_of(__file__, "why_logs.yaml")
 
 
 @each_row("row", ROWS, ids=lambda row: row["what"])
