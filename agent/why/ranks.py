@@ -188,12 +188,13 @@ def find_newest_call(traces: Mapping[int, rank_files.RankTrace]) -> float:
     return max((call.created or 0.0 for trace in traces.values() for call in trace.calls), default=0.0)
 
 
-def request_dumps(folder: Path) -> bool:
-    """Ask every rank of a run to dump its calls. False: the request could not be written."""
-    with suppress(OSError):
+def request_dumps(folder: Path, warn: Callable[[str], None] | None = None) -> None:
+    """Ask every rank of a run to dump its calls; warn if the request cannot be written."""
+    try:
         (folder / RANKS_FOLDER / ASK).touch()
-        return True
-    return False
+    except OSError:
+        if warn is not None:
+            warn(f"cannot write into {folder}: the ranks dump their calls only when they stall")
 
 
 def watch(
@@ -231,10 +232,10 @@ def watch(
             return verdict
         else:
             failed_at = None
-        if time.monotonic() - requested_at >= _find_pause(verdict, time.monotonic() - changed_at):
-            if not request_dumps(folder) and requested_at < changed_at:  # once after each change
-                warn(f"cannot write into {folder}: the ranks dump their calls only when they stall")
-            requested_at = time.monotonic()
+        now = time.monotonic()
+        if verdict.sources and now - requested_at >= _find_pause(verdict, now - changed_at, requested_at - changed_at):
+            request_dumps(folder, warn if requested_at < changed_at else None)
+            requested_at = now
         time.sleep(WATCH_SECONDS)
 
 
@@ -246,19 +247,28 @@ def _judge_run(folder: Path, beats: Heartbeats, limit: float) -> tuple[Verdict, 
         if verdict.state != "failed":
             break
         time.sleep(pause)
+    if verdict.state == "fine" and not verdict.sources:
+        verdict = mark_unwritten(verdict, folder)
     unknown = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
     return replace(verdict, unknown=unknown), facts
 
 
-def _find_pause(verdict: Verdict, unchanged: float) -> float:
-    """Return the seconds between two requests for dumps, from those for which the verdict has not changed.
+def mark_unwritten(verdict: Verdict, folder: Path | None, seen: str = "") -> Verdict:
+    """Return the verdict if no source shows the state of the run; with a folder, also what would show it there."""
+    verdict = replace(verdict, state="unknown", line=f"unknown: {seen}no source shows the state of the run")
+    return verdict if folder is None else replace(verdict, unknown=()).with_question("unwritten", folder=folder)
 
-    They are few for some minutes while something looks wrong. Otherwise each pause is twice as long as the previous.
+
+def _find_pause(verdict: Verdict, unchanged: float, requested: float) -> float:
+    """Return the seconds until the next request for dumps. A few, for some minutes, while something looks wrong.
+
+    Otherwise each pause is as long as the verdict had been the same at the last request, so that it doubles.
+    `unchanged` and `requested` are the seconds from the last change of the verdict until now, and until that request.
     """
     is_suspicious = verdict.state != "fine" or verdict.line.startswith(("not ", "nothing is stuck yet"))
     if is_suspicious and unchanged < MAX_SUSPICION_SECONDS:
         return SUSPICION_SECONDS
-    return min(max(unchanged, ASK_SECONDS), MAX_ASK_SECONDS)
+    return min(max(requested, ASK_SECONDS), MAX_ASK_SECONDS)
 
 
 def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], None]) -> None:
@@ -280,13 +290,11 @@ def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], N
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:
     """Write the verdict into the run's folder, and a fault as a note into its record. False: not written."""
-    from agent.base.output import render
+    from agent.base.output import render, write_atomic
 
-    draft, written = folder / ".why.json.draft", False
+    written = False
     with suppress(OSError):
-        draft.write_text(render(verdict, "json"), encoding="utf-8")
-        draft.replace(folder / run_record.WHY)
-        written = True
+        written = bool(write_atomic(folder / run_record.WHY, render(verdict, "json")))
     with suppress(OSError, run_record.RecordError):
         record = run_record.read(folder / "run.json")
         if (note := run_record.watched(folder)) and note not in record.notes:
