@@ -149,6 +149,12 @@ def test_what_trl_cannot_read_is_refused_or_made_readable(tmp_path: Path, monkey
         named = JobConfig(dataset_name=str(parquet(tmp_path / f"{number}.parquet", [row])))
         read, _ = trl_inputs.load_data(made, named, none, none, tested=False)
         assert list(read) == [{"messages": forms[-1]["messages"]}]
+    mixture = {"datasets": [{"id": named.dataset_name, "columns": ["messages", "prompt"]}]}
+    read, _ = trl_inputs.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
+    assert list(read) == [{"messages": forms[-1]["messages"]}]
+    (tmp_path / "sums.csv").write_text("prompt,completion\n1+1=,2\n7,NA\n")  # every cell is text
+    read, _ = trl_inputs.load_data(made, JobConfig(dataset_name=str(tmp_path / "sums.csv")), none, none, tested=False)
+    assert list(read) == [{"prompt": "1+1=", "completion": "2"}, {"prompt": "7", "completion": "NA"}]
 
 
 def test_what_the_layout_decides_is_added_to_the_settings_of_a_file() -> None:

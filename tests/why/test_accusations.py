@@ -470,11 +470,8 @@ def test_an_empty_run_is_unknown_and_a_watch_refuses_what_it_does_not_use(tmp_pa
     found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
     assert found.state == "unknown" and "(topoflight launch, wrap or run)" in found.unknown[0].command
     used = {"--run", "--watch", "--limit", "--output", "--metrics"}
-    others = [option for option in why.params if option.opts[-1] not in used]
-    for option in others:
-        value = {"--flight-recorder": str(tmp_path)}
-        text = option.opts[-1]
-        words = ["x"] if text == "logs" else [text, value.get(text, "7")]
+    for text in (option.opts[-1] for option in why.params if option.opts[-1] not in used):
+        words = ["x"] if text == "logs" else [text, str(tmp_path) if text == "--flight-recorder" else "7"]
         done = topoflight("why", "--watch", "--run", tmp_path, *words)
         assert done.exit_code == 2 and "cannot be combined" in done.output, (words, done.output)
 
@@ -575,17 +572,17 @@ def test_watch_continues_while_torchrun_may_restart_the_ranks(tmp_path: Path) ->
             state = RankState(**{**values, "rank": rank, "error": error}, world_size=2, written=time.time(), ended=True)
             write_states(tmp_path, state)
 
-    reported: list[str] = []
-    warned: list[str] = []
+    reported, warned = list[str](), list[str]()
 
     def report(verdict: Verdict) -> None:
         reported.append(verdict.state)
-        if verdict.state == "failed" and len(reported) == 1:  # the next start succeeds
+        if verdict.state == "unknown":  # no rank has written yet
+            write(restarts_left=1, error="ValueError: bad row")
+        if verdict.state == "failed" and len(reported) == 2:  # the next start succeeds
             write(restarts_left=0, error=None)
 
-    write(restarts_left=1, error="ValueError: bad row")
     assert ranks.watch(tmp_path, report, warned.append).state == "fine"
-    assert reported == ["failed", "fine"] and "may start the ranks again" in warned[0]
+    assert reported == ["unknown", "failed", "fine"] and "may start the ranks again" in warned[0]
     write(restarts_left=1, error="ValueError: bad row")
     assert ranks.watch(tmp_path, lambda _: None, warned.append, limit=0.1).state == "failed"
 
