@@ -5,8 +5,6 @@ A user's own file of TRL's through `launch` on this host: unchanged, with the st
 
 import json
 import math
-import socket
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from click.testing import CliRunner
+from resident import free_port
 from rigs.command import ROOT, interpreter
 from rigs.hub import Hub, parquet
 from rigs.tables import data_of, rows_of
@@ -82,13 +81,8 @@ def planned(folder: Path, settings: dict, *words: str) -> tuple:
 
 def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[int]:
     """The exit codes of these plans on two ranks, one after the other."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in plans]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        ports = [one.getsockname()[1] for one in sockets]
-    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read_plan(plan).environment}
-             for (plan, stop), port in zip(plans, ports, strict=True)]  # fmt: skip
+    cases = [{"plan": str(plan), "port": free_port(), "stop": stop, "environment": read_plan(plan).environment}
+             for plan, stop in plans]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*"}
     words = (HERE / "trl_ranks.py", folder / "cases.json", 2)
