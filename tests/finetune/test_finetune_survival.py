@@ -144,24 +144,6 @@ def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_pat
     assert record["exit_code"] == 0
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mount a file system of a given size; returns its folder. Skips where mounting is not allowed, as without root."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def mount(size):
-        words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
-        mounted = subprocess.run(words, capture_output=True, text=True)
-        if mounted.returncode:
-            pytest.skip(f"mount is not allowed here: {mounted.stderr.strip()}")
-        return disk
-
-    yield mount
-    if disk.is_mount():
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # the job may have a file open
-
-
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(small_disk, tmp_path):
     """Exit code 74; no half checkpoint is left, the one before resumes once there is room."""
     disk = small_disk("3400k")

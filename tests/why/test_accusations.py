@@ -611,20 +611,16 @@ def test_a_failed_mesh_of_gloo_names_the_peer() -> None:
     assert found.causes[0].code == "socket_connect_failed" and "GLOO_SOCKET_IFNAME" in found.causes[0].action
 
 
-def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(tmp_path, monkeypatch):
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True).returncode:
-        pytest.skip("a file system cannot be mounted here")
-    try:
-        for rank in range(2):
-            state = RankState(rank=rank, world_size=2, host=f"host-{rank}", written=time.time() - 600, phase="compute")
-            (path,) = write_states(tmp_path, state)
-            os.utime(path, (time.time() - 600,) * 2)
-        assert diagnosis.answer(diagnosis.WhySources(run=tmp_path)).state == "failed"
-        with contextlib.suppress(OSError):
-            (tmp_path / "checkpoint").write_bytes(bytes(1 << 20))
-        found = diagnosis.answer(diagnosis.WhySources(run=tmp_path))
-        assert found.state == "unknown" and f"{tmp_path} is full" in found.line
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0))  # FUSE without statfs
-        assert diagnosis.answer(diagnosis.WhySources(run=tmp_path)).state == "failed"
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
+def test_ranks_that_cannot_write_to_a_full_disk_are_not_called_dead(small_disk, monkeypatch):
+    disk = small_disk("256k")
+    for rank in range(2):
+        state = RankState(rank=rank, world_size=2, host=f"host-{rank}", written=time.time() - 600, phase="compute")
+        (path,) = write_states(disk, state)
+        os.utime(path, (time.time() - 600,) * 2)
+    assert diagnosis.answer(diagnosis.WhySources(run=disk)).state == "failed"
+    with contextlib.suppress(OSError):
+        (disk / "checkpoint").write_bytes(bytes(1 << 20))
+    found = diagnosis.answer(diagnosis.WhySources(run=disk))
+    assert found.state == "unknown" and f"{disk} is full" in found.line
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=0, f_bavail=0))  # FUSE without statfs
+    assert diagnosis.answer(diagnosis.WhySources(run=disk)).state == "failed"
