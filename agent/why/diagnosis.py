@@ -265,7 +265,8 @@ def _ask_about_silence(verdict: Verdict, report: ras.RasReport, unheard: list[in
 def _list_behind(report: ras.RasReport) -> list[tuple[ras.RasRank, str, str]]:
     """Return the ranks that do not answer; if all do, those that are behind, unless they are most of a communicator.
 
-    Each is what RAS lists of it, what is wrong with it, and where RAS says so. Without ranks, they are dead processes.
+    Each is what RAS lists of it, what is wrong with it, and where RAS says so. A process that is dead, and whose rank
+    RAS does not give, counts more than ranks that are behind, because these may wait for it.
     """
     is_gone = any(row.missing for comm in report.comms for row in comm.ranks.values())
     found: dict[int, tuple[ras.RasRank, str, str]] = {}
@@ -276,7 +277,7 @@ def _list_behind(report: ras.RasReport) -> list[tuple[ras.RasRank, str, str]]:
             if row.missing or not is_gone:
                 found[rank] = row, state, f"RAS, communicator {comm.id}"
     dead = [(row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"]
-    return [found[rank] for rank in sorted(found)] or dead
+    return dead if dead and not is_gone else [found[rank] for rank in sorted(found)]
 
 
 def _compare_with_ras(verdict: Verdict, report: ras.RasReport, causes: list[Cause]) -> Verdict:
