@@ -247,6 +247,8 @@ def classify(placed_row: Placed, result: ExpectedBandwidth | UnknownBandwidth) -
         return ["caught"], ""
     if outcomes or (row.healthy == "yes" and not is_low):
         return outcomes, ""
+    if row.healthy == "yes" and row.bytes < min(MIN_BYTES_PER_RANK * row.ranks, 8 << 30):  # agent.checks judges none
+        return ["unclear"], ""
     outcome = "false alarms" if is_low else "missed"
     machine = f"{row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of {row.bytes // MIB} MiB"
     expected = f"expected {result.describe()}, {result.algorithm}"

@@ -15,7 +15,7 @@ _GATED = re.compile(
     re.I,
 )
 _MIXTURE = re.compile(
-    r"moe|mixture|mixtral|\d+x\d+b|(?<![a-z0-9])a\d+(\.\d+)?b|gpt.?oss|deepseek.?v[2-9]|kimi|grok|dbrx|arctic|nemotron.?v?3|minimax|"
+    r"moe|mixture|mixtral|\d+x\d+b|(?<![a-z0-9])a\d+(\.\d+)?b|gpt.?oss|deepseek.?v[2-9]|kimi|grok|dbrx|arctic|nemotron.?v?3(?!\d)|minimax|"
     r"llama.?4|glm.?4\.[5-9]", re.I,
 )  # fmt: skip
 

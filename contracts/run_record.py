@@ -144,10 +144,8 @@ class Comparison:
     def verdict(self) -> str:
         """Position of the measurement: "inside", "above" or "below" the interval, or "unknown"."""
         if self.within is None or self.forecast is None or self.measured is None:
-            return "unknown"
-        if self.within:
-            return "inside"
-        return "above" if self.measured > self.forecast.high else "below"
+            return "unknown" if self.forecast is None or self.measured is None else "unknown (warm-up steps alone)"
+        return "inside" if self.within else "above" if self.measured > self.forecast.high else "below"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +201,7 @@ class RunRecord:
         if not layout:
             return "unknown"
         placed = ", ".join(f"{count} parameters with placement {name}" for name, count in layout.placements.items())
-        size = "?" if layout.world_size is None else layout.world_size
-        ranks = f"{size} x {layout.device or '?'} ({layout.backend or '?'})"
+        ranks = f"{layout.world_size or '?'} x {layout.device or '?'} ({layout.backend or '?'})"
         return f"{layout.wrapper or self.layout.family} on {ranks}: {placed or 'nothing sharded'}"
 
 
@@ -213,7 +210,8 @@ def compare(record: RunRecord) -> tuple[Comparison, ...]:
     comparisons = []
     for name in _TITLES:
         forecast, measured = getattr(record.plan.forecast, name), getattr(record.measured, name)
-        within = None if forecast is None or measured is None else forecast.low <= measured <= forecast.high
+        warm_up = name == "step_seconds" and record.measured.counted_steps == 0  # no step counts
+        within = None if forecast is None or measured is None or warm_up else forecast.low <= measured <= forecast.high
         comparisons.append(Comparison(quantity=name, forecast=forecast, measured=measured, within=within))
     return tuple(comparisons)
 
@@ -296,31 +294,26 @@ def read_since(path: Path, began: float) -> RunRecord | None:
         return None
 
 
-def read_exit_code(path: Path, exit_code: int, began: float, *, cut_short: bool = False) -> int:
+def choose_exit_code(record: RunRecord | None, exit_code: int, *, cut_short: bool = False) -> int:
     """Return the job's own exit code, since torchrun replaces any failure by 1. Code 75 means "start again to resume".
 
     `cut_short`: torchrun was asked to end; the job may have completed before that.
     """
-    if exit_code == 0:
-        return 0
-    record = read_since(path, began)
-    recorded = record.exit_code if record else None
+    recorded = record.exit_code if record and exit_code else None
     return recorded if recorded is not None and (0 if cut_short else 1) <= recorded < 256 else exit_code
 
 
-def end(path: Path, *, status: str, exit_code: int, reason: str, began: float) -> tuple[RunRecord | None, bool]:
+def end(path: Path, record: RunRecord | None, status: str, code: int, reason: str) -> tuple[RunRecord | None, bool]:
     """Return the record of this start with its end, None if there is no record, and whether this call added the end.
 
     If the job wrote the end itself, it has also sent the record to the agent.
     """
-    record = read_since(path, began)
-    if record is None or exit_code == 0 or record.status not in ("running", "complete"):
+    if record is None or code == 0 or record.status not in ("running", "complete"):
         return record, False
     is_ended = record.status == "running"  # by this call
-    exit_code = exit_code if exit_code >= 0 else KILLED - exit_code
-    record = replace(record, status=status, exit_code=exit_code, reason=reason)
+    code, ended_at = code if code >= 0 else KILLED - code, record.ended_at or timestamp()
+    record = replace(record, status=status, exit_code=code, reason=reason, ended_at=ended_at)
     if is_ended:
-        record.ended_at = timestamp()
         with contextlib.suppress(OSError):  # a full disk may have ended the job
             save(path, record)
     return record, is_ended
@@ -342,7 +335,14 @@ def timestamp(seconds: float | None = None) -> str:
 
 
 def save(path: Path, record: RunRecord) -> None:
-    """Write run.json atomically."""
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(dumps(record))
-    draft.replace(path)
+    """Write run.json atomically. On a full disk, the space of the file that is there is used, if that is enough."""
+    draft, raw = path.with_name(f".{path.name}.draft"), dumps(record).encode()
+    try:
+        draft.write_bytes(raw)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        if not path.is_file() or len(raw) > 512 * path.stat().st_blocks:  # stat(2)
+            raise
+        with path.open("r+b") as file:
+            file.write(raw.ljust(path.stat().st_size))

@@ -123,7 +123,7 @@ def make_limit_alerts(*, name: str, reasons: str, what: str, case: str) -> tuple
     throttled = series(f'topoflight_gpu_throttling{{gpu="3", reason="{case}"}}')
     processes = series('topoflight_gpu_processes{gpu="3"}')
     other = {series('topoflight_gpu_throttling{gpu="3", reason="sw_power_cap"}'): "1x120"}
-    template, place = "GPU {{ $labels.gpu }} of " + NODE, "GPU 3 of node-a"
+    template, place = "GPU{{ $labels.gpu }} of " + NODE, "GPU3 of node-a"
     gpu = template + " runs at reduced clocks ({{ $labels.reason }})"
     idle = Alert(
         name=name, expr=f"{throttling} unless {JOB_RUNS}", severity="warning", summary=f"{what}.", where=template,
@@ -132,7 +132,7 @@ def make_limit_alerts(*, name: str, reasons: str, what: str, case: str) -> tuple
         firing={throttled: "1x120"},  # an unknown number of processes counts as no job
         quiet={throttled: "1x120", processes: "1x120", **other},
         labels={"gpu": "3", "reason": case},
-        fired_description=f"GPU 3 of node-a runs at reduced clocks ({case}). No job is known to run on it.",
+        fired_description=f"GPU3 of node-a runs at reduced clocks ({case}). No job is known to run on it.",
     )  # fmt: skip
     busy = Alert(
         name=f"{name}UnderJob", expr=f"{throttling} and {JOB_RUNS}", severity="critical",
@@ -141,7 +141,7 @@ def make_limit_alerts(*, name: str, reasons: str, what: str, case: str) -> tuple
         firing={throttled: "1x120", processes: "1x120"},
         quiet={throttled: "1x120", processes: "0x120", **other},
         labels={"gpu": "3", "reason": case},
-        fired_description=f"GPU 3 of node-a runs at reduced clocks ({case}). Every rank of its job waits for it.",
+        fired_description=f"GPU3 of node-a runs at reduced clocks ({case}). Every rank of its job waits for it.",
     )  # fmt: skip
     return idle, busy
 

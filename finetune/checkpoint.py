@@ -7,6 +7,7 @@ stored; frozen weights are read from the model again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -27,7 +28,7 @@ from finetune import hub, weights
 from finetune.model import build_model, causal_lm, stored_type
 
 T = TypeVar("T")
-STATE = "trainer.json"
+STATE, STATE_OF_TRL = "trainer.json", "trainer_state.json"  # the latter is TRAINER_STATE_NAME of transformers
 # For ranks that wait while others download, read, tokenise or write. NCCL's own limit of 10 minutes applies to steps
 # and to the groups of the mesh. The death of a rank is detected through its connection, not by this timeout.
 WAIT = timedelta(hours=1)
@@ -111,9 +112,14 @@ class Checkpoints:
 
 def describe_disk(folder: Path, error: BaseException) -> str:
     """The error, with the cause if the disk is full, which torch does not report; the draft still exists."""
-    room = shutil.disk_usage(folder).free
-    full = "is full" if room < FULL_BYTES else f"has {room >> 20} MiB left"
-    return f"the disk of {folder} {full} ({_root(error)})"
+    return f"{f'the disk of {folder} is full' if is_full(folder) else folder} ({_root(error)})"
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder is full, which torch and safetensors do not say."""
+    with contextlib.suppress(OSError):  # a mount that is gone
+        return shutil.disk_usage(folder).free < FULL_BYTES
+    return False
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
@@ -134,27 +140,44 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return cast(T, outcome[0])
 
 
-def list_checkpoints(folder: Path, state: str = STATE) -> list[Path]:
-    """Return complete checkpoints, oldest first; the file `state` is written last."""
-    checkpoints = [p for p in folder.glob("checkpoint-*") if p.name[11:].isdigit() and (p / state).is_file()]
-    return sorted(checkpoints, key=lambda p: int(p.name[11:]))
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return complete checkpoints of both trainers, oldest first."""
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit() and _is_complete(path)]
+    return sorted(checkpoints, key=lambda path: int(path.name[11:]))
 
 
-def find_resume(config: JobConfig, state: str = STATE) -> Path | None:
-    """Return the checkpoint to resume from: "auto" and true take the newest, a path that one."""
+def _is_complete(path: Path) -> bool:
+    return (path / STATE).is_file() or (path / STATE_OF_TRL).is_file()  # each trainer writes its own last
+
+
+def identify_run(config: JobConfig, trainer: str = "topoflight") -> dict[str, Any]:
+    """Return what a checkpoint and the run that loads it must have in common."""
+    lora = {"lora_r": config.lora_r, "lora_target_modules": list(config.lora_target_modules)} if config.use_peft else {}
+    return {"trainer": trainer, "model": config.model_name_or_path, "model_revision": config.model_revision,
+            "use_peft": config.use_peft, "seed": config.seed, **lora}  # fmt: skip
+
+
+def find_resume(config: JobConfig, trainer: str = "topoflight") -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint to resume from, and its trainer.json: "auto" and true take the newest, a path that one.
+
+    Raises ConfigError for one of another run. A checkpoint of a user's own TRL script has no trainer.json.
+    """
     setting = config.resume_from_checkpoint
-    newest = next(reversed(list_checkpoints(Path(config.output_dir), state)), None)
-    if setting == "auto" or (setting is True and newest is not None):
-        return newest
-    if setting is True:
-        raise ConfigError(f"resume_from_checkpoint=true: no checkpoint in {config.output_dir}")
-    path = Path(str(setting)) if setting else None
-    if path is not None and not (path / state).is_file():
-        raise ConfigError(f"resume_from_checkpoint={setting!r}: not a checkpoint (no {state})")
+    newest = next(reversed(list_checkpoints(Path(config.output_dir))), None)
+    path = newest if setting in ("auto", True) else Path(str(setting)) if setting else None
+    if (path or setting is True) and not (path and _is_complete(path)):
+        wrong = f"no checkpoint in {path or config.output_dir} (no {STATE} or {STATE_OF_TRL})"
+        raise ConfigError(f"resume_from_checkpoint={setting!r}: {wrong}")
     if newest is not None and (path is None or path.resolve() != newest.resolve()):
         # Two runs in one folder would each resume from the other's newest checkpoint.
         raise ConfigError(f"resume_from_checkpoint={setting!r}: {newest} is newer; resume from it, or set output_dir")
-    return path
+    if path is None:
+        return None, {}
+    about = json.loads((path / STATE).read_text()) if (path / STATE).is_file() else {"identity": {"trainer": "trl"}}
+    for name, value in identify_run(config, trainer).items():
+        if (was := about["identity"].get(name, value)) != value:
+            raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was!r}, this run has {value!r}")
+    return path, about
 
 
 def export(config: JobConfig, precision: str, path: Path, tokenizer: Any) -> dict[str, str]:

@@ -104,10 +104,8 @@ def _list_weights(folder: Path) -> list[str]:
         return [WEIGHTS]
     try:
         return sorted(set(map(str, json.loads((folder / INDEX).read_text())["weight_map"].values())))
-    except FileNotFoundError:
-        raise ConfigError(f"model_name_or_path: {folder}: neither {WEIGHTS} nor {INDEX} is there") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model_name_or_path: {folder / INDEX}: {error}") from None
+        raise ConfigError(f"model_name_or_path: {folder} has no {WEIGHTS}; {INDEX}: {error}") from None
 
 
 @contextlib.contextmanager

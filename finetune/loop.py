@@ -6,7 +6,6 @@ Surface: SIGTERM; stderr. `Trainer.step` is one optimizer step; `parallel.Engine
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import signal
 import time
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import get_scheduler
 
-from contracts.job_config import ConfigError, EndedError, JobConfig
+from contracts.job_config import EndedError, JobConfig
 from contracts.layout import Layout
 from contracts.run_record import RESUMABLE, EvalLoss, RunModel
 from finetune import checkpoint, model, parallel, recorder as runs, rows, verify, weights
@@ -205,29 +204,18 @@ class Trainer:
         self.recorder.record.eval_loss.append(EvalLoss(step=place.step, loss=loss))
         runs.print_once(f"step {place.step}: eval loss {loss:.4f}")
 
-    def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint and the run that loads it must have in common."""
-        c = self.config
-        return {"model": c.model_name_or_path, "model_revision": c.model_revision, "use_peft": c.use_peft,
-                "lora_r": c.lora_r if c.use_peft else None,
-                "lora_target_modules": list(c.lora_target_modules) if c.use_peft else None, "seed": c.seed}  # fmt: skip
-
     def save(self, place: Place) -> None:
         """Write a checkpoint of this position."""
-        about = {"epoch": place.epoch, "samples": place.samples, "identity": self.identity(),
-                 "layout": asdict(self.layout)}  # fmt: skip
+        about = {"epoch": place.epoch, "samples": place.samples, "layout": asdict(self.layout),
+                 "identity": checkpoint.identify_run(self.config)}  # fmt: skip
         if place.step:
             self.store.save(place.step, checkpoint.training_state(self.named, self.optimizer), about)
 
     def resume(self) -> Place:
         """Load the checkpoint to resume from, if any."""
-        path = checkpoint.on_rank_zero(lambda: checkpoint.find_resume(self.config))
+        path, about = checkpoint.on_rank_zero(lambda: checkpoint.find_resume(self.config))
         if path is None:
             return Place()
-        about = json.loads((path / "trainer.json").read_text())
-        for name, value in self.identity().items():
-            if (was := about["identity"].get(name)) != value:  # of another run
-                raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was!r}, this run has {value!r}")
         self.store.load(path, checkpoint.training_state(self.named, self.optimizer, about["step"]))
         self.recorder.note(f"resumed from {path.name}, written under {about['layout']}")
         runs.print_once(f"resumed from {path}")
@@ -243,13 +231,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: JobConfig) -> to
     for p in parameters:
         if p.requires_grad:
             groups.setdefault((_mesh_of(p), p.ndim >= 2), []).append(p)
-    return torch.optim.AdamW(
-        [{"params": ps, "weight_decay": config.weight_decay if matrix else 0.0} for (_, matrix), ps in groups.items()],
-        lr=config.learning_rate,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        fused=True,
-    )
+    decays = {True: config.weight_decay, False: 0.0}  # matrices alone decay
+    parameters = [{"params": ps, "weight_decay": decays[is_matrix]} for (_, is_matrix), ps in groups.items()]
+    betas = config.adam_beta1, config.adam_beta2
+    return torch.optim.AdamW(parameters, lr=config.learning_rate, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: JobConfig, steps: int) -> Callable[[int], float]:

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from contracts.job_config import ConfigError, JobConfig
 from contracts.layout import Layout
+from contracts.tables import read_table
 from finetune import hub
 from finetune.rows import IGNORED
 from planner.forecast.models import ModelError, read_model
@@ -32,12 +33,7 @@ from planner.stacks import TOPOFLIGHT
 from planner.stacks.limits import list_limits
 
 BY_DOCUMENT = "by_document"
-RANDOM = {
-    "tiny-llama": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
-                   "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 2048},
-    "micro-llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8,
-                    "num_key_value_heads": 4, "vocab_size": 259, "max_position_embeddings": 512},
-}  # fmt: skip
+RANDOM = read_table(__file__, "random_models.toml")
 ALONE = Layout(world_size=1)
 LOSS_CHUNK = 1024  # tokens whose logits exist at a time under fused_cross_entropy
 
@@ -67,10 +63,8 @@ def build_model(
         raise ConfigError(f"model_name_or_path={name!r}: random: is {', '.join(RANDOM)} or a folder with config.json")
     _check_support(config, shape, layout)  # first: another architecture need not build with this job's attention
     with init_empty_weights(include_buffers=False):
-        model = _load(
-            name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel,
-            dtype=stored_type(config, precision),
-        )  # fmt: skip
+        dtype = stored_type(config, precision)
+        model = _load(name, AutoModelForCausalLM.from_config, shape, attn_implementation=kernel, dtype=dtype)
     model.tie_weights()  # on meta each of two tied modules has made its own
     model.config.use_cache = False
     if config.load_in_4bit:

@@ -17,16 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -122,34 +113,36 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
             whole_factor = "lora_A" if projection in COLUMN else "lora_B"
             if projection and isinstance(module, nn.Linear) and whole_factor not in path:
                 by_column = projection in COLUMN
-                plan[path] = ColwiseParallel() if by_column else RowwiseParallel(output_layouts=tokens)
+                plan[path] = (
+                    parallel.ColwiseParallel() if by_column else parallel.RowwiseParallel(output_layouts=tokens)
+                )
         for name in ("q_norm", "k_norm"):  # Qwen 3's run on this rank's heads: their gradients are summed over ranks
             norm = getattr(layer.self_attn, name, None)
             if norm is not None and norm.weight.requires_grad:
-                plan[f"self_attn.{name}"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+                plan[f"self_attn.{name}"] = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
         if sequence_parallel:
             plan |= {
-                "input_layernorm": SequenceParallel(use_local_output=True),
-                "post_attention_layernorm": SequenceParallel(use_local_output=True),
-                "self_attn": PrepareModuleInput(
+                "input_layernorm": parallel.SequenceParallel(use_local_output=True),
+                "post_attention_layernorm": parallel.SequenceParallel(use_local_output=True),
+                "self_attn": parallel.PrepareModuleInput(
                     input_kwarg_layouts={"hidden_states": Shard(1)},
                     desired_input_kwarg_layouts={"hidden_states": Replicate()},
                 ),
-                "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+                "mlp": parallel.PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
             }
-        parallelize_module(layer, mesh, plan)
+        parallel.parallelize_module(layer, mesh, plan)
     lm = causal_lm(chunk.net)
     tied = getattr(lm.config, "tie_word_embeddings", False)
     ends: dict[str, Any] = {}
     if chunk.last and isinstance(lm.lm_head, nn.Linear):
-        ends["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+        ends["lm_head"] = parallel.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     if chunk.last and sequence_parallel:  # the head and the loss take whole sequences
-        gathered = PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-        for style in (SequenceParallel(use_local_output=True), gathered):
-            parallelize_module(lm.model.norm, mesh, style)
+        gathered = parallel.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        for style in (parallel.SequenceParallel(use_local_output=True), gathered):
+            parallel.parallelize_module(lm.model.norm, mesh, style)
     if chunk.first and isinstance(lm.model.embed_tokens, nn.Embedding):
-        ends["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
-    parallelize_module(lm, mesh, ends)
+        ends["model.embed_tokens"] = parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
+    parallel.parallelize_module(lm, mesh, ends)
     if tied and len(ends) == 2:
         lm.lm_head.weight = lm.model.embed_tokens.weight
 
@@ -170,7 +163,7 @@ class Engine:
         self.chunks = cut(model, bounds, self.numbers, layout.fused_cross_entropy)
         self.modules = [parallelize(chunk, layout, mesh, device, fill) for chunk in self.chunks]
         self.counts_loss = self.chunks[-1].last and (mesh is None or mesh.get_local_rank("tp") == 0)
-        self.split_loss: Callable[[], Any] = loss_parallel if layout.tp > 1 else contextlib.nullcontext
+        self.split_loss: Callable[[], Any] = parallel.loss_parallel if layout.tp > 1 else contextlib.nullcontext
         self.scale = 1.0
         self.schedule = self._build_schedule() if layout.pp > 1 else None
         self.shape: torch.Size | None = None  # of the micro-batches that the schedule is built for

@@ -251,14 +251,14 @@ class Pod:
         """Run the ranks once; an operator restarts what fails. Return the exit code."""
         settings, (host, port) = self.settings, self.settings.meet
         self.before = post.find_write_time(settings.output)
-        address = host if settings.index else "127.0.0.1"
-        with contextlib.closing(Ranks(settings, address, (port, port + 1))) as ranks:
+        with contextlib.closing(Ranks(settings, host if settings.index else "127.0.0.1", (port, port + 1))) as ranks:
             while (code := ranks.poll(terminating=self.terminating, troubled=False)) is None:
                 time.sleep(_POLL_SECONDS)
         if self.terminating and code:
             code = TERMINATED  # for an operator to start the pod again; Slurm's script goes by the job's own code
             if settings.output is not None and "SLURM_JOB_ID" in os.environ:
-                code = run_record.read_exit_code(settings.output / "run.json", TERMINATED, self.before, cut_short=True)
+                record = run_record.read_since(settings.output / "run.json", self.before)
+                code = run_record.choose_exit_code(record, TERMINATED, cut_short=True)
         code = code if code >= 0 else run_record.KILLED - code
         if code and settings.index == 0:
             self.why = f"the ranks of pod 0 ended with exit code {code}. {ranks.last_error()}".strip()
@@ -440,7 +440,7 @@ class Pod:
         status = "interrupted" if code in (RESUMABLE, UNAVAILABLE, TERMINATED) else "failed"
         code = RESUMABLE if code == UNAVAILABLE else code  # a new launch resumes
         path = self.settings.output / "run.json"
-        record, is_ended = run_record.end(path, status=status, exit_code=code, reason=reason, began=began)
+        record, is_ended = run_record.end(path, run_record.read_since(path, began), status, code, reason)
         if record and is_ended and (text := post.send(run_record.dumps(record).encode(), post.ONE_SECONDS)):
             self.settings.log(f"the agent does not have this run's record: {text}")
 

@@ -218,7 +218,10 @@ class RankMonitor(threading.Thread):
 
     def _set_place(self, stack: list[Frame]) -> None:
         user_frames = [frame for frame in stack if _is_own(frame[0])]
-        self.where, self.own = (tuple(map(_format_frame, frames[:_SHOWN])) for frames in (stack, user_frames))
+        self.where, self.own = (
+            tuple(f"{file.rpartition('/')[2]}:{line} {name}" for file, line, name in frames[:_SHOWN])
+            for frames in (stack, user_frames)
+        )
 
     def _waits(self, stack: list[Frame], in_call: str) -> bool:
         """Whether the rank waits in a collective: on the GPU, or in a library's wait while its thread does not run.
@@ -452,11 +455,6 @@ def _find_thread_work() -> str:
     stacks = [_walk_stack(frame) for ident, frame in sys._current_frames().items() if ident in work]
     phases = set(map(find_phase, stacks))
     return next((phase for phase in ("server", "save") if phase in phases), "")
-
-
-def _format_frame(frame: Frame) -> str:
-    file, line, name = frame
-    return f"{file.rpartition('/')[2]}:{line} {name}"
 
 
 def _is_own(file: str) -> bool:

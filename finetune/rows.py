@@ -38,7 +38,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from contracts.job_config import ConfigError, JobConfig, parse_config
 from finetune import hub
 
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}  # suffix -> builder of `datasets`
+# suffix -> builder of `datasets`; .arrow: its save_to_disk
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 # Every rank holds its rows in memory, as tokens about thirty times their bytes: more than this is the wrong file.
 MAX_BYTES = 4 << 30
 BATCH = 1024  # parquet rows that are unpacked at a time
@@ -100,8 +101,6 @@ def files_of_split(folder: Path, part: str | None, split: str, setting: str) -> 
     import datasets
 
     subfolder = part if part and (folder / part).is_dir() else None
-    if not any(path.suffix in READERS for path in folder.rglob("*")):
-        raise ConfigError(f"{setting}: no {', '.join(READERS)} file")
     try:
         parts = datasets.get_dataset_config_names(str(folder))
         has_card = parts != ["default"]
@@ -141,11 +140,8 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
                 raise ConfigError(f"{path}: a JSON list of more than {MAX_BYTES >> 30} GiB: write JSON lines")
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its lines say less than the ConfigError
     try:
-        if kind == "csv":  # every cell is text, also "2" and "NA"
-            with path.open(encoding="utf-8", newline="") as file:
-                names = next(csv.reader(file), [])
-            features = datasets.Features({name: datasets.Value("string") for name in names})
-            options = {"features": features, "keep_default_na": False}
+        if kind == "csv":
+            options = read_header(path)
         if kind == "parquet":
             names = pyarrow.parquet.read_schema(path).names
             columns = [name for name in names if name in (*COLUMNS, config.dataset_text_field)]
@@ -158,6 +154,15 @@ def _read_file(path: Path, config: JobConfig) -> Iterator[Row]:
                 yield Row(str(path), number, _without_nulls(members))
     except Exception as error:  # any kind: pyarrow's, pandas' and `datasets`' own
         raise unreadable(f"{path}: not {kind}, after row {number}", error) from error
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the options with which `datasets` reads every cell of a CSV file as text, also "2" and "NA"."""
+    import datasets
+
+    with path.open(encoding="utf-8", newline="") as file:
+        names = next(csv.reader(file), [])
+    return {"features": datasets.Features(dict.fromkeys(names, datasets.Value("string"))), "keep_default_na": False}
 
 
 def unreadable(source: str, error: Exception) -> Exception:
@@ -493,8 +498,10 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
     """
     if config.tokenizer_name is not None:  # the model, which may be behind a gate, spells nothing then
         config = replace(config, model_name_or_path=JobConfig().model_name_or_path)
+    if config.eval_strategy != "no" and Path(config.dataset_name).expanduser().exists():
+        find_files(config, config.dataset_test_split)
     try:
-        config = replace(config, **hub.resolve_commits(config))
+        config = replace(config, **hub.resolve_commits(config), max_length=LONGEST)
         tokenizer = load_tokenizer(config)
     except ConfigError as error:
         if not Path(config.dataset_name).expanduser().exists():
@@ -503,9 +510,7 @@ def measure_lengths(config: JobConfig) -> dict[str, Any]:
         return {"rows": count, "measured": 0, "histogram": [], "why": str(error)}
     rows = load_rows(config, config.dataset_train_split)
     picked = rows[:: max(1, -(-len(rows) // MEASURED_ROWS))]
-    uncut = replace(config, max_length=LONGEST)
-    encoded = [encode_row(row, tokenizer, uncut) for row in picked]
-    counts = Counter(len(example.tokens) for example in encoded if example is not None)
+    counts = Counter(len(e.tokens) for row in picked if (e := encode_row(row, tokenizer, config)) is not None)
     if not counts:
         raise ConfigError(f"dataset_name={config.dataset_name!r}: no row has a token that counts")
     count = len(rows) * sum(counts.values()) // len(picked)

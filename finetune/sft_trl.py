@@ -7,10 +7,12 @@ DDP only. On GPUs FSDP2 has been run (docs/measurements/gpu.md), not HSDP, TP or
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ import torch.distributed as dist
 import transformers
 import trl
 from jinja2 import TemplateError
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from contracts.job_config import ConfigError, JobConfig
@@ -31,7 +32,7 @@ def train(config: JobConfig, layout: Layout, run_recorder: recorder.Recorder) ->
     """Run all remaining steps of TRL's trainer, and write the model."""
     trainer = _make_trainer(config, layout, run_recorder)
     args, record = trainer.args, run_recorder.record
-    if resume := checkpoint.find_resume(config, TRAINER_STATE_NAME):
+    if resume := checkpoint.on_rank_zero(lambda: checkpoint.find_resume(config, "trl"))[0]:
         run_recorder.note(f"resumed from {resume.name}")
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     run_recorder.find_fullest_rank()
@@ -137,6 +138,9 @@ class _Trainer(trl.SFTTrainer, transformers.TrainerCallback):  # type: ignore[mi
         if "loss" in logs:
             recorder.print_once(f"step {state.global_step}/{state.max_steps}: loss {float(logs['loss']):.4f}")
 
-    def on_save(self, *_: Any, **_words: Any) -> None:
-        """Write the record when a checkpoint is complete."""
+    def on_save(self, args: Any, state: Any, *_: Any, **_words: Any) -> None:
+        """Write the record when a checkpoint is complete, and into the checkpoint of which run it is."""
+        if self.recorder.writes:
+            about = {"identity": checkpoint.identify_run(self.recorder.record.plan.config or JobConfig(), "trl")}
+            Path(args.output_dir, f"checkpoint-{state.global_step}", checkpoint.STATE).write_text(json.dumps(about))
         self.recorder.write()

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Sequence
@@ -73,12 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended = error
     except (OSError, RuntimeError, MemoryError, SafetensorError) as error:
         folder, alone = Path(config.output_dir), True
-        is_full = shutil.disk_usage(folder).free < checkpoint.FULL_BYTES  # which torch and safetensors do not say
         if recorder is not None and is_out_of_memory(error):
             ended = MemoryRanOutError(recorder.describe_memory(str(error) or type(error).__name__))
-        elif is_full or getattr(error, "errno", None) in hub.DISK_ERRORS:
+        elif checkpoint.is_full(folder) or getattr(error, "errno", None) in hub.DISK_ERRORS:
             rank = f"rank {os.environ.get('RANK', '0')} on {os.uname().nodename}"
-            ended = checkpoint.SaveError(f"{rank}: {checkpoint.describe_disk(folder, error) if is_full else error}")
+            ended = checkpoint.SaveError(f"{rank}: {checkpoint.describe_disk(folder, error)}")
         else:
             raise
     code = _report(ended, alone=alone) if ended else 0

@@ -93,21 +93,23 @@ def _mix_as_handbook(mixture: Any, config: JobConfig) -> Any:
     seed, size, parts = mixture.get("seed", 0), mixture.get("test_split_size"), []
     for entry in pieces:
         named_config = dataclasses.replace(config, dataset_name=entry["id"], dataset_config=entry.get("config"))
-        piece = _load_split(named_config, entry.get("split", "train"), False)
-        piece = piece.select_columns(entry["columns"]) if entry.get("columns") else piece
+        piece = _load_split(named_config, entry.get("split", "train"), False, entry.get("columns"))
         weight = entry.get("weight")
         parts.append(piece if weight is None else piece.shuffle(seed).select(range(int(len(piece) * weight))))
     mixed = datasets.concatenate_datasets(parts).shuffle(seed)
     return mixed.train_test_split(size, seed=seed) if size else {"train": mixed}
 
 
-def _load_split(config: JobConfig, split: str, streaming: bool) -> Any:
-    """Load the rows of one split, in a form that TRL reads."""
+def _load_split(config: JobConfig, split: str, streaming: bool, columns: list[str] | None = None) -> Any:
+    """Load the rows of one split, of these columns, in a form that TRL reads."""
     files = rows.find_files(config, split)
     kind = rows.READERS[files[0].suffix]
     try:
-        dataset = datasets.load_dataset(kind, data_files=[*map(str, files)], split="train", streaming=streaming)
-    except (datasets.exceptions.DatasetsError, OSError) as error:
+        options = rows.read_header(files[0]) if kind == "csv" else {}
+        options |= {"data_files": [*map(str, files)], "streaming": streaming}
+        dataset = datasets.load_dataset(kind, split="train", **options)
+        dataset = dataset.select_columns(columns) if columns else dataset
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         place = f"not {kind} (cached in {datasets.config.HF_DATASETS_CACHE})"
         raise rows.unreadable(f"dataset_name={config.dataset_name!r}: {place}", error) from error
     dataset = dataset if config.dataset_rows is None else dataset.take(config.dataset_rows)

@@ -71,7 +71,7 @@ def report_failures(snapshot: Snapshot) -> tuple[Finding, ...]:
             subject=name,
             message=f"the {name} probe could not finish: {outcome.error}",
             evidence=(f"{outcome.seconds:.1f} s: {outcome.error}",),
-            remedy="Run `topoflight scan` on the host itself and look at dmesg; a hung driver needs a reboot.",
+            remedy="If a file is missing, scan on the host itself. If a driver hangs (look at dmesg), reboot the host.",
         )
         for name, outcome in snapshot.outcomes.items()
         if isinstance(outcome, Failed)

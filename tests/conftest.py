@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -136,3 +137,21 @@ def golden() -> Callable[..., None]:
         hold_file(path, text, "compare make golden-documents before and after" if digest else "read the difference")
 
     return compare
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount a file system of a given size; returns its folder. Skips where mounting is not allowed, as without root."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(size: str) -> Path:
+        words = ("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk)
+        mounted = subprocess.run(words, capture_output=True, text=True, check=False)
+        if mounted.returncode:
+            pytest.skip(f"mount is not allowed here: {mounted.stderr.strip()}")
+        return disk
+
+    yield mount
+    if disk.is_mount():
+        subprocess.run(["umount", "--lazy", disk], check=True)  # the test's job may have a file open

@@ -260,9 +260,9 @@ def _find_relay(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
 
 
 def _cite_pairs(node: NodeTopology, near: NearestNic) -> tuple[str, ...]:
-    labels = Pairs(node.pairs)
-    pairs = [labels.get(near.gpu, nic) for nic in near.nics[:2]]
-    return tuple(f"{pair.a} to {pair.b}: {pair.label} ({pair.evidence})" for pair in pairs if pair)
+    pairs = filter(None, (Pairs(node.pairs).get(near.gpu, nic) for nic in near.nics[:2]))
+    plans = {pair: f", NCCL plans {gigabytes(pair.bytes_per_second)}" * bool(pair.bytes_per_second) for pair in pairs}
+    return tuple(f"{pair.a} to {pair.b}: {pair.label} ({pair.evidence}){plan}" for pair, plan in plans.items())
 
 
 def _check_undecidable(node: NodeTopology) -> Iterator[Finding]:

@@ -47,7 +47,6 @@ def count_targets(gpu: Gpu) -> tuple[tuple[tuple[str, str | None], int], ...]:
 def join_by_nvlink(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread: int = 0) -> Pair:
     """Return the pair of two GPUs with `count` NVLinks, plus up to `unread`; the slower generation sets the rate."""
     speeds = [nvlink_bytes_per_second(gpu.compute_capability) for gpu in (a, b)]
-    known_speeds = [speed for speed in speeds if speed is not None]
     return Pair(
         a=a.name,
         b=b.name,
@@ -55,7 +54,7 @@ def join_by_nvlink(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread:
         path=PathClass.NVL,
         nvlinks=count,
         nvlinks_unread=unread,
-        bytes_per_second=count * min(known_speeds) if len(known_speeds) == len(speeds) else None,
+        bytes_per_second=None if None in speeds else count * min(filter(None, speeds)),
         evidence=evidence,
     )
 
@@ -88,18 +87,19 @@ class NvLinks:
             if direct[0] != direct[1] and self.unread(short.index) >= abs(direct[0] - direct[1]):
                 return max(direct), f"nvml: remote ends of the links, as GPU{b if short is first else a} reports them"
             return self._choose_lower(a, b, *direct), "nvml: remote ends of the links"
+        unread = self.unread(a) or self.unread(b)
         switched = _count_ending_at(first, "nvswitch"), _count_ending_at(second, "nvswitch")
         if all(switched):
-            if not (self.unread(a) or self.unread(b)):
+            if not unread:
                 self._note_short(a, b, *switched)
             return min(switched), "nvml: links to NVSwitch"
         hidden = _count_ending_at(first, None), _count_ending_at(second, None)
         if all(hidden):
             return self._count_hidden(a, b, *hidden)
-        if (self.unread(a) or self.unread(b)) and self._may_link(first) and self._may_link(second):
-            pair = self.pair(a, b)
-            if pair is None or pair.p2p_nvlink in (None, "ok", "unknown"):
-                return None, "nvml did not report all NVLinks"
+        pair = self.pair(a, b)
+        is_possible = pair is None or pair.p2p_nvlink in (None, "ok", "unknown")
+        if unread and is_possible and self._may_link(first) and self._may_link(second):
+            return None, "nvml did not report all NVLinks"
         return 0, ""
 
     def unread(self, index: int) -> int:

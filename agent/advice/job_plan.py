@@ -74,7 +74,7 @@ def read_settings(request: Request, trainer: str = OURS) -> JobSettings:
         # reject settings that no rank could read before any rank starts
         job_config.dump_plan(JobPlan(config=settings.config))
     if trainer != OURS:
-        settings.explicit.update({name: raw[name] for name in ("datasets", "dataset_mixture") if raw.get(name)})
+        settings.explicit.update({name: raw[name] for name in _TABLE["only_trl"] if raw.get(name)})
     return settings
 
 
@@ -102,6 +102,8 @@ def add_job_settings(request: Request, settings: JobSettings) -> Request:
         requested["attention"] = "flash" if kernel == "flash_attention_2" else kernel
     if "dtype" in explicit or config.load_in_4bit:
         requested["dtype"] = config.dtype
+    if optimizer := _TABLE["optimizers"].get(settings.raw.get("optim")):
+        requested["optimizer"] = optimizer
     if config.layout:
         requested["fixed_layout"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())
         if {"micro_batch", "gradient_accumulation"} & set(config.layout) and request.model == EMBEDDED_MODEL:
@@ -217,11 +219,9 @@ def choose_trainer(request: Request, requested: str, snapshots: Sequence[Snapsho
 
 def _describe_trainer(advice: Recommendation, trainer: str, request: Request, refusal: str = "") -> str:
     """Name the trainer; `refusal` is why the built-in one cannot run the job. Empty if the user needs no line."""
-    if trainer == OURS:
+    if trainer != TRL:  # ours, or another stack, named with --engine
         line = "trainer: topoflight (built in); it supports every setting of the file and the layout."
-        return line if request.config and advice.chosen else ""
-    if trainer != TRL:  # another stack, named with --engine
-        return ""
+        return line if trainer == OURS and request.config and advice.chosen else ""
     on_cpu = " Without a GPU it runs DDP, whatever sharding the file names." if advice.backend == "gloo" else ""
     reason = f", because the built-in one refuses: {refusal}." if refusal else ", as --trainer requests."
     return f"trainer: TRL's SFTTrainer{reason}{on_cpu}"
@@ -321,6 +321,10 @@ def explain_untrainable(advice: Recommendation, explicit: Mapping[str, Any]) -> 
         return texts("no_data")
     if "model_name_or_path" not in explicit and hub_id(advice.model.name) is None:
         return texts("no_weights", model=advice.model.name)
+    has_targets = {"lora_target_modules", "lora_target_parameters"} & set(explicit)
+    by_trl = advice.train is not None and advice.train.engine == TRL and advice.train.method != "full"
+    if by_trl and not has_targets and advice.model.family not in _TABLE["default_targets"]:
+        return texts("no_targets", model=advice.model.name)
     return ""
 
 

@@ -204,10 +204,9 @@ def _launch_script(script: Path, arguments: Sequence[str], options: LaunchOption
         _print_plan(plan.document, plan.words, plan.notes, options.form)
         return
     print_notes(plan.notes)
-    ranks = count(plan.ranks, "rank")
     record = _run_here(
-        snapshots, options, folder, plan.document.environment, plan.ranks, f"{script.name} on {ranks}",
-        lambda note: trainer.train(plan, folder, options.timeout, note),
+        snapshots, options, folder, plan.document.environment, plan.ranks,
+        f"{script.name} on {count(plan.ranks, 'rank')}", lambda add: trainer.train(plan, folder, options.timeout, add),
     )  # fmt: skip
     measured.print_comparison(console(), record)
     print_text(f"record: {folder / 'run.json'}", err=True)

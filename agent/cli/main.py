@@ -128,6 +128,8 @@ def _run(argv: list[str]) -> int:
         return base.EXIT_INTERRUPTED
     except click.ClickException as error:  # usage and input errors have code 2, others 1
         error.show()
+        if "--host" in argv and "unexpected extra" in error.message:  # a shell has expanded *.json
+            click.echo("Give --host before each file, or once with the folder of all files.", err=True)
         return error.exit_code
     except SystemExit as done:  # a verdict is a number; a text is an error message, as in Python
         if isinstance(done.code, str):

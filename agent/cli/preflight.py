@@ -43,6 +43,8 @@ def preflight(
     for form, path in targets:
         _write(report, form, path, verbose=verbose or everything, everything=everything)
     save_document(save, report)
+    if save and report.verdict.word == "fail":
+        print_text(f"note: --baseline {save} will accept what failed now. Save it again after the repair.", err=True)
     if folder is not None:
         from agent.pages import render_report
 

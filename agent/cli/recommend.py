@@ -42,7 +42,10 @@ def recommend(
     if (sweep or compare) and form not in ("table", "json", "yaml"):
         raise click.UsageError(f"-o {form}: a what-if is shown as table, json or yaml")
     if sweep:
-        _run_sweep(request, sweep, form)
+        from agent.advice.advise import forecast_frontier
+
+        points = forecast_frontier(request, _parse_numbers(sweep))
+        emit([asdict(point) for point in points], form, lambda out: _print_sweep(out, request, points))
         return
     snapshots = request.read_hosts()
     if compare:
@@ -67,10 +70,8 @@ def recommend(
 def _explain_no_layout(advice: Recommendation) -> str:
     """Return why the nearest layouts were rejected, and the change that helps most; too little memory comes first."""
     misses = sorted(advice.rejected, key=lambda row: row.rule != "memory-fits")[:3]
-    if not misses:
-        return ""
     nearest = "; ".join(f"{row.what}: {row.reason}" for row in misses)
-    return "\n".join([f" ({nearest})", *advice.helps_most[:1]])
+    return "\n".join([f" ({nearest})", *advice.helps_most[:1]]) if nearest else ""
 
 
 def _advise_on_file(request: Request, snapshots: Sequence[Snapshot]) -> Recommendation:
@@ -100,13 +101,6 @@ def _parse_numbers(text: str) -> list[int]:
     return [int(word) for word in entries]
 
 
-def _run_sweep(request: Request, text: str, form: str) -> None:
-    from agent.advice.advise import forecast_frontier
-
-    points = forecast_frontier(request, _parse_numbers(text))
-    emit([asdict(point) for point in points], form, lambda out: _print_sweep(out, request, points))
-
-
 def _print_sweep(out: Console, request: Request, points: Sequence[FrontierPoint]) -> None:
     """Print a row for each point, the fastest first, and below the table what the rows have in common."""
     from agent.base.lines import table
@@ -134,8 +128,10 @@ def _print_sweep(out: Console, request: Request, points: Sequence[FrontierPoint]
 
 
 def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, str], form: str) -> None:
+    from rich.markup import escape
+
     from agent.advice.advise import PLAN_ERRORS
-    from agent.base.lines import table
+    from agent.base.lines import print_bullet, table
     from agent.terminal.advice import format_layout
     from contracts.job_config import ConfigError, parse_layout_text
     from planner.forecast.calibration import load_calibration
@@ -168,7 +164,8 @@ def _compare(request: Request, snapshots: Sequence[Snapshot], texts: tuple[str, 
         out.print(result)
         fast, slow = sorted(step.mid for step in steps)
         apart, error = slow / fast - 1, estimate_difference(planned, first, second)
-        if apart <= error:
-            out.print(f"? not distinguishable: the steps differ by {apart:.1%}, within the error of {error:.0%}")
+        alike = f"not distinguishable: the steps differ by {apart:.1%}, within the error of {error:.0%}"
+        for text in (*planned.unknowns, *[alike] * (apart <= error)):
+            print_bullet(out, "?", escape(text))
 
     emit({"layouts": [first, second], "parts": rows}, form, show)

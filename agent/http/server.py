@@ -421,12 +421,11 @@ def _add_facts(app: FastAPI, state: State, rendered: ResponseCache) -> None:
             raise ProblemError(404, "no benchmark has been run on this host; `topoflight bench` runs one")
         return view.bench
 
-    def not_passed(view: View) -> list[Finding]:
-        return [check for check in sort_worst_first(view.checks) if check.status != "pass"]
-
     add("snapshot", "What every probe read.", lambda view: view.snapshots[0])
     add("topology", "Links, islands, nearest NICs, expectations.", lambda view: json_document(view.topologies[0]))
-    add("findings", "Every check that did not pass, worst first.", not_passed, list[Finding])
+    add("findings", "Every check that did not pass, worst first.",
+        lambda view: [check for check in sort_worst_first(view.checks) if check.status != "pass"],
+        list[Finding])  # fmt: skip
     add("measurements", "The last benchmark; 404 where none has been run.", last_benchmark, BenchResult, 404)
     add("runs", "Records of fine-tune jobs, newest first: forecast against measurement.",
         lambda view: list(view.runs), list[dict[str, Any]])  # fmt: skip

@@ -104,11 +104,6 @@ class FinishedJob:
     record: run_record.RunRecord | None = None  # run.json of this start, if the job wrote it
 
     @property
-    def wrote_its_end(self) -> bool:
-        """Return whether the job itself wrote how it ended; otherwise `finish_record` wrote `ending`."""
-        return self.record is not None and self.record.reason != self.ending
-
-    @property
     def ending(self) -> str:
         """Describe in one sentence how the job ended."""
         if self.exit_code == run_record.RESUMABLE:
@@ -153,15 +148,15 @@ def train(
     began, ranks = time.time(), plan.layout.world_size
     command, variables = build_command(output / "plan.json", ranks), build_environment(plan.environment, ranks)
     ended = run(command, variables, output, timeout_seconds, on_line, stop, grace_seconds=grace_seconds)
-    exit_code = run_record.read_exit_code(output / "run.json", ended.exit_code, began, cut_short=bool(ended.cut_short))
-    own = run_record.read_since(output / "run.json", began)  # a rank may print last that it lost the one that failed
-    ended = replace(ended, exit_code=exit_code, raised=(own and own.reason) or ended.raised)
-    return replace(ended, record=finish_record(output / "run.json", ended, began))
+    record = run_record.read_since(output / "run.json", began)  # a rank may print last that it lost the one that failed
+    exit_code = run_record.choose_exit_code(record, ended.exit_code, cut_short=bool(ended.cut_short))
+    ended = replace(ended, exit_code=exit_code, raised=(record and record.reason) or ended.raised)
+    return replace(ended, record=finish_record(output / "run.json", record, ended))
 
 
-def finish_record(path: Path, ended: FinishedJob, began: float) -> run_record.RunRecord | None:
+def finish_record(path: Path, record: run_record.RunRecord | None, ended: FinishedJob) -> run_record.RunRecord | None:
     """Return the record of this start. If the job could not write its end (SIGKILL), it is added from the exit code."""
-    record, is_ours = run_record.end(path, status="failed", exit_code=ended.exit_code, reason=ended.ending, began=began)
+    record, is_ours = run_record.end(path, record, "failed", ended.exit_code, ended.ending)
     if is_ours:  # prints errors to stderr
         subprocess.run([sys.executable, "-P", "-m", "finetune.post", str(path)], check=False)
     return record

@@ -9,7 +9,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -239,7 +239,8 @@ class _Stages:
             return None, str(error)
         if done.record is not None:
             result_store.store_run(done.record)
-            if done.exit_code == 0 or (done.wrote_its_end and not done.cut_short):
+            wrote_its_end = done.record is not None and done.record.reason != done.ending  # else launch has done so
+            if done.exit_code == 0 or (wrote_its_end and not done.cut_short):
                 return done.record, ""
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"
 
@@ -311,23 +312,23 @@ def write_folder(report: Report, folder: Path, html: str) -> tuple[Path, ...]:
     return tuple(write_atomic(folder / name, text) for name, text in files.items())
 
 
-def _list_blocking(report: Report) -> list[Finding]:
-    """Return the checks that prevent a pass; empty if the verdict is a pass."""
+def _list_blocking(report: Report) -> Iterator[tuple[str, Finding]]:
+    """Yield the checks that prevent a pass, worst first, each with its node as Slurm names it.
+
+    A check of the run names no node. It is of the scanned host, of this host if none was scanned, and else left out.
+    """
     if report.verdict.exit_code == EXIT_PASS:
-        return []
+        return
+    hosts = [snapshot.hostname for snapshot in report.snapshots] or [read_host_name()] * (not report.nodes)
     blocking = [check for check in sort_worst_first(report.checks) if check.status == report.verdict.word]
-    return [check for check in blocking if check.required or check.status != "unknown"] or blocking
-
-
-def _name_slurm_node(check: Finding) -> str:
-    """Return the node of a check as Slurm names it; this host if the check names none, because nothing was scanned."""
-    return name_in_slurm(check.node or read_host_name())
+    for check in [check for check in blocking if check.required or check.status != "unknown"] or blocking:
+        if name := check.node or (hosts[0] if len(hosts) == 1 else ""):
+            yield name_in_slurm(name), check
 
 
 def format_slurm_hosts(report: Report) -> str:
     """Return the nodes that do not pass as a Slurm host list, for --exclude and `scontrol update NodeName=`."""
-    of_this_host = [snapshot.hostname for snapshot in report.snapshots] == [read_host_name()]
-    names = {_name_slurm_node(check) for check in _list_blocking(report) if check.node or of_this_host}
+    names = {name for name, _ in _list_blocking(report)}
     return f"{compress_host_list(names)}\n" if names else ""
 
 
@@ -338,9 +339,9 @@ def format_slurm_reasons(report: Report) -> str:
     """
     unknown = report.verdict.word == "unknown"
     lines = (
-        f"{_name_slurm_node(check)}: {report.verdict.why}" if unknown else
-        f"{_name_slurm_node(check)}: {check.code} {check.subject}".rstrip() + f": {check.message}"
-        for check in _list_blocking(report)
+        f"{name}: {report.verdict.why}" if unknown else
+        f"{name}: {check.code} {check.subject}".rstrip() + f": {check.message}"
+        for name, check in _list_blocking(report)
     )  # fmt: skip
     return "".join(f"{' '.join(printable(line).split())[:REASON_CHARACTERS]}\n" for line in dict.fromkeys(lines))
 

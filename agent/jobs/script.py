@@ -34,7 +34,7 @@ from contracts import bounded, run_record
 from contracts.job_config import MAX_FILE_BYTES, ConfigError, JobPlan, parse_config
 from contracts.plain import loads as plain
 from contracts.redaction import redact
-from contracts.run_record import Measured, NcclChannels, RunLayout, RunRecord
+from contracts.run_record import FailedRank, Measured, NcclChannels, RunLayout, RunRecord
 from contracts.yaml_text import YamlTextError
 from planner.advice import Recommendation
 from planner.forecast.models import ModelError
@@ -149,7 +149,7 @@ def train(
     failed = run_record.find_first_failed("\n".join(done.last_lines))
     reports = _read_reports(folder)
     record.status, record.exit_code = "complete" if done.exit_code == 0 else "failed", done.exit_code
-    if done.exit_code and (error := _find_first_error(reports, failed.rank if failed else None)) and not done.cut_short:
+    if done.exit_code and (error := _find_first_error(reports, failed)) and not done.cut_short:
         done = replace(done, raised=error)
     record.reason = None if done.exit_code == 0 else done.ending
     record.ended_at = run_record.timestamp()
@@ -170,11 +170,14 @@ def _read_reports(folder: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(reports.items()))
 
 
-def _find_first_error(reports: Mapping[int, Mapping[str, Any]], failed: int | None) -> str:
+def _find_first_error(reports: Mapping[int, Mapping[str, Any]], failed: FailedRank | None) -> str:
     """Return the error of the rank that failed first, else of the lowest with an error: "rank 1: ValueError: ..."."""
     errors = {rank: str(report["error"]) for rank, report in reports.items() if report.get("error")}
-    rank = failed if failed in errors else next(iter(errors), None)
-    return "" if rank is None else redact(f"rank {rank}: {' '.join(errors[rank].split())[:300]}")
+    if failed and failed.rank not in errors and (failed.exit_code or 0) > 1:  # what others raise is a consequence
+        return f"rank {failed.rank} ended with exit code {failed.exit_code} and reported no error"
+    rank = failed.rank if failed and failed.rank in errors else next(iter(errors), None)
+    text = "" if rank is None else redact(f"rank {rank}: {' '.join(errors[rank].split())}")
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"  # a list of errors has the cause at its end
 
 
 def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) -> None:
@@ -186,7 +189,7 @@ def _add_reports(record: RunRecord, reports: Mapping[int, Mapping[str, Any]]) ->
     record.step_seconds = [round(seconds, 6) for seconds in steps]
     record.steps_done = max(int(report.get("steps") or 0) for report in reports.values()) or None
     record.measured = Measured(
-        step_seconds=statistics.median(counted) if counted else None, counted_steps=len(counted) or None,
+        step_seconds=statistics.median(counted) if counted else None, counted_steps=len(steps[_WARM_UP:]),
         memory_bytes=max(float(report.get("memory_bytes") or 0) for report in reports.values()) or None,
         rss_peak_bytes=max(int(report.get("rss_peak_bytes") or 0) for report in reports.values()) or None,
     )  # fmt: skip

@@ -63,9 +63,9 @@ def build_spec(
     domain, nvlink = _find_domains(domain, topology, name, describe_links(snapshots, ranks).get("nvlink_domain") or "")
     rank = RankSettings(
         store=rendezvous, nodes=nodes, node=node, local=0, ranks=ranks, host=name, domain=domain,
-        nvlink="" if "NCCL_MNNVL_ENABLE" in os.environ else nvlink,
+        nvlink="" if "NCCL_MNNVL_ENABLE" in os.environ else nvlink, wait_seconds=min(wait, limit / 2),
         model=(gpus[0].name or "") if gpus else "", backend=backend, silence_seconds=silence,
-        bytes=size_bytes or ((256 if backend == "nccl" else 32) << 20), wait_seconds=wait, journal=str(journal or ""),
+        bytes=size_bytes or ((256 if backend == "nccl" else 32) << 20), journal=str(journal or ""),
     )  # fmt: skip
     return SearchSpec(
         rank=rank, locals=launched.get("locals", tuple(range(ranks))), limit_seconds=limit,

@@ -16,7 +16,7 @@ from typing import Any
 
 from agent.base import raise_as, units
 from agent.base.options import InputError
-from agent.why.ranks import find_newest_call, read_settled_run
+from agent.why.ranks import find_newest_call, mark_unwritten, read_settled_run
 from collectives.nccl_log import evidence
 from collectives.nccl_log.reader import LogFileError, Unpacked, split_line
 from collectives.nccl_log.transport import Evidence, LogProblem
@@ -74,9 +74,7 @@ def answer(sources: WhySources) -> Verdict:
     done = record is not None and record.status == "complete"
     if verdict.state == "fine" and not (done or [one for one in verdict.sources if not one.startswith("record:")]):
         seen = f"{verdict.causes[0].message}; " if verdict.causes else "the logs show no fault, but " * bool(found)
-        verdict = replace(verdict, state="unknown", line=f"unknown: {seen}no source shows the state of the run")
-        if sources.run is not None:
-            verdict = replace(verdict, unknown=()).with_question("unwritten", folder=sources.run)
+        verdict = mark_unwritten(verdict, sources.run, seen)
     again = sources.again
     if again is None and (requeued := next(filter(None, map(_REQUEUED.search, ends.values())), None)):
         again = f"it {requeued[1]}"

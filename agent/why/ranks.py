@@ -233,7 +233,7 @@ def watch(
         else:
             failed_at = None
         now = time.monotonic()
-        if now - requested_at >= _find_pause(verdict, now - changed_at, requested_at - changed_at):
+        if verdict.sources and now - requested_at >= _find_pause(verdict, now - changed_at, requested_at - changed_at):
             request_dumps(folder, warn if requested_at < changed_at else None)
             requested_at = now
         time.sleep(WATCH_SECONDS)
@@ -247,8 +247,16 @@ def _judge_run(folder: Path, beats: Heartbeats, limit: float) -> tuple[Verdict, 
         if verdict.state != "failed":
             break
         time.sleep(pause)
+    if verdict.state == "fine" and not verdict.sources:
+        verdict = mark_unwritten(verdict, folder)
     unknown = tuple(one for one in verdict.unknown if "--watch" not in one.command)  # --watch is already running
     return replace(verdict, unknown=unknown), facts
+
+
+def mark_unwritten(verdict: Verdict, folder: Path | None, seen: str = "") -> Verdict:
+    """Return the verdict if no source shows the state of the run; with a folder, also what would show it there."""
+    verdict = replace(verdict, state="unknown", line=f"unknown: {seen}no source shows the state of the run")
+    return verdict if folder is None else replace(verdict, unknown=()).with_question("unwritten", folder=folder)
 
 
 def _find_pause(verdict: Verdict, unchanged: float, requested: float) -> float:
@@ -282,13 +290,11 @@ def save_metrics(path: Path, verdict: Verdict, run: str, warn: Callable[[str], N
 
 def save_verdict(folder: Path, verdict: Verdict) -> bool:
     """Write the verdict into the run's folder, and a fault as a note into its record. False: not written."""
-    from agent.base.output import render
+    from agent.base.output import render, write_atomic
 
-    draft, written = folder / ".why.json.draft", False
+    written = False
     with suppress(OSError):
-        draft.write_text(render(verdict, "json"), encoding="utf-8")
-        draft.replace(folder / run_record.WHY)
-        written = True
+        written = bool(write_atomic(folder / run_record.WHY, render(verdict, "json")))
     with suppress(OSError, run_record.RecordError):
         record = run_record.read(folder / "run.json")
         if (note := run_record.watched(folder)) and note not in record.notes:

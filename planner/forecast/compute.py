@@ -142,6 +142,7 @@ class LayerCost(NamedTuple):
     elementwise: float
     host: float
     dequantize: float = 0.0  # once per pass over the weights, independent of tokens
+    experts: float = 0.0  # part of gemm: products of routed experts
     merged: float = 0.0  # backward: full gradients of experts that are merged with their adapters
 
 
@@ -209,25 +210,24 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
         return LayerCost(*(sum(s * v for s, v in zip(shares, part, strict=True)) for part in zip(*costs, strict=True)))
     tp, ep, compiled = layout.tp, layout.ep, engine.fuses(layout)
     lora_targets = job.train.lora_targets if job.train.method != "full" else ()
-    fused = engine.fused or compiled
-    hidden_passes = constants["hidden_passes_eager"] + (constants["hidden_passes_rms"] if model.gated_mlp else 0.0)
-    if fused:
-        hidden_passes = constants["hidden_passes_fused"] if engine.fused else constants["hidden_passes_compiled"]
-    ffn_passes = constants["ffn_passes_fused"] if fused else constants["ffn_passes_eager"]
+    kind = "fused" if engine.fused or compiled else "eager"
+    hidden_passes = constants["hidden_passes_compiled" if compiled and not engine.fused else f"hidden_passes_{kind}"]
+    hidden_passes += constants["hidden_passes_rms"] if kind == "eager" and model.gated_mlp else 0.0
     # Columns of experts whose gate and casts are part of their products; the first product has twice as many.
     in_products = float(model.experts_per_token * model.expert_ffn) if engine.uses_cuda_graph(model, layout) else 0.0
     moved = tokens * rates.element_bytes * (
         hidden_passes * float(model.hidden) / (tp if layout.sequence_parallel else 1)
-        + ffn_passes * (mlp_width(model) - in_products) / tp
+        + constants[f"ffn_passes_{kind}"] * (mlp_width(model) - in_products) / tp
+        + constants["mamba_passes"] * (model.mamba_columns if model.mamba_layers else 0.0) / tp
     )  # fmt: skip
-    if model.mamba_layers:
-        moved += tokens * rates.element_bytes * constants["mamba_passes"] * model.mamba_columns / tp
-    if rates.quantized_bytes:  # divided by 3, since the time is tripled for both passes
-        elements = sum(m * (n + k) * copies for m, n, k, copies in _list_shapes(model, tokens, tp, ep))
-        moved += rates.quantized_bytes * (elements - 3.0 * tokens * in_products / tp) / 3.0
-    kernels = constants["kernels_fused"] if fused else constants["kernels_eager"]
-    merged = 0.0
+    shapes = _list_shapes(model, tokens, tp, ep)
+    elements = sum(rows * (columns + depth) * copies for rows, columns, depth, copies in shapes)
+    # divided by 3, since the time is tripled for both passes
+    moved += rates.quantized_bytes * (elements - 3.0 * tokens * in_products / tp) / 3.0
+    kernels = constants[f"kernels_{kind}"]
+    experts = merged = 0.0
     if model.experts:
+        experts = _time_products(_list_mlp_shapes(model, tokens, tp, ep), rates, constants)
         rows = tokens / (tp if ep > 1 else 1)
         biased = model.family == "gpt_oss"
         moved += rates.element_bytes * rows * _count_routing_passes(model, ep) * model.hidden
@@ -242,23 +242,22 @@ def layer_cost(job: Job, layout: Layout, tokens: float) -> LayerCost:
         if engine.merges_expert_adapters and {"gate_proj", "up_proj", "down_proj"} & set(lora_targets):
             # Experts are read and written with adapters added; backward, twice that for their gradients.
             moved += 2.0 * rates.element_bytes * weights(model).routed_per_layer / max(tp, ep)
-            merged = _time_products(_list_mlp_shapes(model, tokens, tp, ep), rates, constants)
+            merged = experts
     for into, out in _list_adapted(model, tp, lora_targets):
-        inputs = 1.0 if fused else constants["lora_inputs"]
+        inputs = 1.0 if kind == "fused" else constants["lora_inputs"]
         moved += tokens * rates.element_bytes * (inputs * into + constants["lora_passes"] * out)
         kernels += constants["lora_kernels"]
-    dequantize = 0.0
-    if job.train.method == "qlora":
-        products = [into * out * copies for _, out, into, copies in _list_shapes(model, tokens, tp, ep)]
-        kernels += constants["dequantize_kernels"] * len(products)
-        share = constants["dequantize_share"] / constants["hbm_share"]
-        dequantize = sum(products) * (NF4_BYTES + NF4_SCALES + rates.element_bytes) / (rates.hbm * share)
+    sizes = [into * out * copies for _, out, into, copies in shapes] if job.train.method == "qlora" else []
+    kernels += constants["dequantize_kernels"] * len(sizes)
+    share = constants["dequantize_share"] / constants["hbm_share"]
+    dequantize = sum(sizes) * (NF4_BYTES + NF4_SCALES + rates.element_bytes) / (rates.hbm * share)
     return LayerCost(
-        _time_products(_list_shapes(model, tokens, tp, ep), rates, constants),
+        _time_products(shapes, rates, constants),
         _attention(job, layout, tokens),
         moved / rates.hbm,
         kernels * rates.launch_seconds,
         dequantize,
+        experts,
         merged,
     )
 

@@ -240,6 +240,7 @@ class Engine:
     hooks_one_rank: bool = False  # ZeRO-3's hooks before and after a module also run with one rank
     splits_documents: bool = False  # attention in packed rows stays within a sample, and costs no more
     selective_attention: bool = False  # selective recomputation repeats attention's core, not every second product
+    repeats_experts: bool = False  # it repeats all products of experts, not every second one
 
     # What is run.
 
@@ -398,10 +399,10 @@ class Engine:
 
     # Step time.
 
-    def recomputed(self, checkpointing: str) -> tuple[float, float, float]:
-        """Return the fractions of multiplications, attention and element-wise passes that the backward pass repeats."""
-        some = (0.0, 1.0, 0.0) if self.selective_attention else (0.5, 0.0, 1.0)
-        return {"full": (1.0, 1.0, 1.0), "selective": some}.get(checkpointing, (0.0, 0.0, 0.0))
+    def recomputed(self, checkpointing: str) -> tuple[float, float, float, float]:
+        """Return the parts of experts' and other products, attention and passes that the backward pass repeats."""
+        some = (0.0, 0.0, 1.0, 0.0) if self.selective_attention else (0.5 + 0.5 * self.repeats_experts, 0.5, 0.0, 1.0)
+        return {"full": (1.0,) * 4, "selective": some}.get(checkpointing, (0.0,) * 4)
 
     def hides_tensor_parallel(self, layout: Layout) -> bool:
         """Whether part of the tensor-parallel traffic overlaps with adjacent products.

@@ -224,8 +224,8 @@ def _time_micro_batch(step: StepInputs) -> _MicroBatchTimes:
     # Frozen weights have no gradient, unless they are merged with their adapters.
     backward = cost.gemm * (1.0 if adapters else 2.0) + cost.merged
     backward += cost.attention * 2.5 + cost.elementwise * 2.0
-    gemm, attention, elementwise = step.job.engine.recomputed(step.layout.checkpointing)
-    recompute = gemm * cost.gemm + attention * cost.attention + elementwise * cost.elementwise
+    parts = cost.experts, cost.gemm - cost.experts, cost.attention, cost.elementwise
+    recompute = sum(a * b for a, b in zip(parts, step.job.engine.recomputed(step.layout.checkpointing), strict=True))
     dequantize = cost.dequantize * (3.0 if step.layout.checkpointing == "full" else 2.0)
     host = _time_launches(step, forward, recompute, backward)
     tp, cp = _time_tensor_parallel(step), _time_context_parallel(step)

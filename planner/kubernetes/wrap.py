@@ -259,7 +259,7 @@ class _Wrapper:
         for entry in _get(self._container, "env"):
             if isinstance(entry, dict) and entry.get("name") == name:
                 present = entry.get("value", "a value from elsewhere")
-                if present != value:
+                if str(present).lower() != value.lower():
                     self._note(
                         "present", present=f"{name}={present} is set in the manifest", value=value, reason=reason
                     )

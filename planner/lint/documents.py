@@ -46,13 +46,10 @@ from planner.nccl_env import is_read
 _LIMIT_DEPTH = 60
 _LIMIT_ALIASES = 1000
 _MAX_BRANCHES = 8  # maximum number of texts of one template
-_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+""", re.DOTALL)
-_HEREDOC = re.compile(r"\d*<<(-?)([\"']?)([^<\"'\s]+)\2\Z")
 _CONTINUES = r"\\[ \t]*\n(?:[ \t]*(?:#.*)?\n)*"  # the end of a line of a Dockerfile, and comments after it
 _INSTRUCTION = re.compile(rf"[ \t]*(?:#.*|(?:([A-Za-z]+)[ \t]+)?((?:.*{_CONTINUES})*.*))\n?")
 _INSTRUCTIONS = WORDS["documents"]["instructions"]
 _ENV_FROM = {"secretRef": "Secret", "configMapRef": "ConfigMap"}
-_CONTAINERS = ("containers", "initContainers", "ephemeralContainers", "trainer")
 
 
 class Text(str):
@@ -176,7 +173,7 @@ def _compare_replicas(scripts: Mapping[str, Script], *, over_ssh: bool) -> None:
                 # Two values are reported once. 0 is the default; the other pods of Volcano or a leader may have no rank
                 only_here = value != "0" and name != "NCCL_BUFFSIZE" and group[0].startswith("PyTorchJob")
                 reports = group == first if its else only_here
-                if value and value != its and OPEN not in value + its and reports:
+                if value and value.lower() != its.lower() and OPEN not in value + its and reports:
                     effect = f"have {name}={its}" if its else "do not set it"
                     script.findings.append(finding("env.pair.differs", name, value, other=other[1], theirs=effect))
 
@@ -257,7 +254,7 @@ class _Walk:
         for field, kind in _ENV_FROM.items() if key == "envFrom" else ():
             if isinstance(origin := node.get(field), dict):
                 self._include(source, f"{kind} {origin.get('name')}", str(node.get("prefix") or ""))
-        if self._kubernetes and key in _CONTAINERS:
+        if self._kubernetes and key in WORDS["documents"]["containers"]:
             self._container(node, source)
         is_item = pattern("own").match(str(node.get("name"))) is not None  # of `env`, which a patch adds
         if is_item and isinstance(node.get("value"), str | int | float):
@@ -436,7 +433,7 @@ def _set_variables(instruction: str, text: str, line: int, stage: Settings) -> N
     first, _, rest = text.replace("\\\n", "").strip().partition(" ")
     if instruction == "ENV" and "=" not in first:
         text = f'{first}="' + rest.strip().strip('"').replace('"', '\\"') + '"'
-    for match in _WORD.finditer(text):
+    for match in pattern("docker_word").finditer(text):
         word, word_line = match[0], line + text.count("\n", 0, match.start())
         alone = [Assigned(word, OPEN)] if NAME.match(word) else []  # `ARG NAME`
         for one in read_assignment(word, before, word_line) if "=" in word else alone:
@@ -456,8 +453,8 @@ def _split_instructions(text: str, script: Script) -> Iterator[tuple[int, str, s
             continue
         tail = re.sub(_CONTINUES, lambda each: "\\\n" * each[0].count("\n"), match[2]).strip()
         tail, document = tail if name == "ENV" else tail.replace("\\\n", ""), ""  # variables of ENV have lines
-        for word in _WORD.findall(tail) if name in ("RUN", "COPY", "ADD") and "<<" in tail else ():
-            if (here := _HEREDOC.match(word)) is None:
+        for word in pattern("docker_word").findall(tail) if name in ("RUN", "COPY", "ADD") and "<<" in tail else ():
+            if (here := pattern("docker_heredoc").match(word)) is None:
                 continue
             tabs = r"\t*" if here[1] else ""
             end = re.compile(rf"^{tabs}{re.escape(here[3])}(?:\n|\Z)", re.MULTILINE).search(text, offset)

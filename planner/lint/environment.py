@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
+from planner import nccl_env
 from planner.lint.findings import finding
 from planner.lint.script import JOB_SIZE, NODES, NamedEnvironment, pattern, whole_number
 from planner.lint.values import (
@@ -26,22 +27,6 @@ from planner.lint.values import (
     find_other_net,
     is_quoted,
     strtoll,
-)
-from planner.nccl_env import (
-    RESERVED,
-    NcclName,
-    Platform,
-    Version,
-    find_platform,
-    find_plugin_of,
-    is_read,
-    names,
-    nearest,
-    newest_read,
-    replacement,
-    torch_names,
-    version_text,
-    with_right_prefix,
 )
 
 if TYPE_CHECKING:
@@ -57,11 +42,11 @@ _GENERAL = ("env.debug.leftover", "env.gid.needless")
 class _Case(NamedTuple):
     """Context in which the variables of an environment are checked."""
 
-    version: Version | None
+    version: nccl_env.Version | None
     machine: ProbedMachine | None
     named: NamedEnvironment
     plugin: bool  # aws-ofi-nccl is in use and may have set variables
-    vendor: Platform | None  # platform whose network plugin the environment configures
+    vendor: nccl_env.Platform | None  # platform whose network plugin the environment configures
     carrier: str  # setting of the network plugin that replaces NCCL's RDMA; or ""
     places: tuple[str, ...]  # sections and `where` of settings.toml that apply
 
@@ -69,7 +54,7 @@ class _Case(NamedTuple):
 def lint(
     read: NamedEnvironment,
     *,
-    nccl_version: Version | None = None,
+    nccl_version: nccl_env.Version | None = None,
     machine: ProbedMachine | None = None,
     nodes: int | None = None,
     gpus: int | None = None,
@@ -89,6 +74,7 @@ def lint(
     conditions = {
         "one_gpu": gpus == 1 or (machine is not None and machine.has_one_gpu()),
         "one_node": nodes == 1,
+        "no_nvlink": machine is not None and machine.lacks_nvlink(),
         "efa": machine is not None and machine.efa_count() > 0,
         "unknown": machine is None and nodes != 1,
         "several_nodes": machine is None and (nodes or 0) > 1,
@@ -97,7 +83,7 @@ def lint(
     }
     case = _Case(
         version=nccl_version, machine=machine, named=read,
-        plugin=plugin, vendor=find_platform(environment),
+        plugin=plugin, vendor=nccl_env.find_platform(environment),
         carrier=find_other_net(environment) or ("aws-ofi-nccl" if plugin and not environment.get("NCCL_NET") else ""),
         places=tuple(name for name, holds in conditions.items() if holds),
     )  # fmt: skip
@@ -105,9 +91,10 @@ def lint(
         findings += _judge_name(name, value, case)
     for name, raw in read.unresolved.items():
         findings += _judge_name(name, raw, case, resolved=False)
-    findings += [finding("env.name.unexported", name, raw) for name, raw in read.unexported.items() if is_read(name)]
+    loose = {name: raw for name, raw in read.unexported.items() if nccl_env.is_read(name)}
+    findings += [finding("env.name.unexported", name, raw) for name, raw in loose.items()]
     if "one_gpu" in case.places:
-        environment = {name: environment[name] for name in environment if name not in SETTINGS["one_gpu"]["names"]}
+        environment = {name: environment[name] for name in environment if name not in SETTINGS["no_effect"]["one_gpu"]}
     findings += _apply_rules(environment, {*environment, *read.unresolved, *read.also_set}, case.places)
     findings += machine.check(environment, case.version) if machine is not None else ()
     specific = [each for each in findings if each.code not in _GENERAL]
@@ -127,18 +114,18 @@ def _uses_plugin(environment: Mapping[str, str], machine: ProbedMachine | None, 
 
 def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) -> Iterator[Finding]:
     """Check a name and, if `resolved`, its value; otherwise `value` is the source text of an unknown value."""
-    entry, version = names().get(name), case.version
-    if name in RESERVED and ("TrainJob" in case.named.source or "TrainingRuntime" in case.named.source):
+    entry, version = nccl_env.names().get(name), case.version
+    if name in nccl_env.RESERVED and ("TrainJob" in case.named.source or "TrainingRuntime" in case.named.source):
         yield finding("env.name.reserved", name, value)
     elif name.startswith("TORCH_NCCL_"):
-        if name not in torch_names():
+        if name not in nccl_env.torch_names():
             yield _report_unknown(name, value, "PyTorch", case)
     elif resolved and name == "NCCL_IB_DISABLE" and case.carrier and strtoll(value) == (1, True):
         yield finding("env.debug.leftover/rdma", name, value, carrier=case.carrier)
     else:
         if resolved and case.machine is None:
             yield from check_kind(name, value)
-        if find_plugin_of(name):
+        if nccl_env.find_plugin_of(name):
             return
         if entry is None:
             yield from _check_unknown_nccl(name, value, case)
@@ -147,44 +134,40 @@ def _judge_name(name: str, value: str, case: _Case, *, resolved: bool = True) ->
             if alias:
                 yield finding("env.torch.renamed", name, value, right=right.rstrip(")"))
         elif entry.last is not None and (version is None or version > entry.last):
-            reader = f"NCCL {version_text(version)}" if version is not None else "every later release"
+            reader = f"NCCL {nccl_env.version_text(version)}" if version is not None else "every later release"
             status = Status.WARN if version is not None else Status.INFO
-            new, last = replacement(name), version_text(entry.last)
+            new, last = nccl_env.replacement(name), nccl_env.version_text(entry.last)
             use = f"Use {new} if you still need it, or unset it." if new else f"Unset {name}."
             yield finding("env.name.removed", name, value, status=status, last=last, reader=reader, use=use)
         elif entry.first is not None and version is not None and version < entry.first:
-            first, used = version_text(entry.first), version_text(version)
+            first, used = nccl_env.version_text(entry.first), nccl_env.version_text(version)
             yield finding("env.name.too_new", name, value, first=first, version=used)
         elif resolved:
             yield from check_value(name, value, entry, version, only_all_reduce=case.named.only_all_reduce)
             yield from _check_leftover(name, value, entry, case)
 
 
-def _check_leftover(name: str, value: str, entry: NcclName, case: _Case) -> Iterator[Finding]:
+def _check_leftover(name: str, value: str, entry: nccl_env.NcclName, case: _Case) -> Iterator[Finding]:
     """Report a variable of the documentation's section Debugging that is still set."""
     by_plugin = value in SETTINGS["plugin_values"].get(name, ()) or name in ("NCCL_TUNER_PLUGIN", "NCCL_TOPO_FILE")
     if case.plugin and by_plugin:
         return
     if name == "NCCL_IB_GID_INDEX" and case.version is not None and case.version >= (2, 21, 0):
         if strtoll(value)[0] >= 0:
-            yield finding("env.gid.needless", name, value, version=version_text(case.version))
+            yield finding("env.gid.needless", name, value, version=nccl_env.version_text(case.version))
     elif entry.doc_class != "debugging" or not _has_effect(name, value, entry):
         return
-    elif "one_gpu" in case.places and name in SETTINGS["one_gpu"]["names"]:
-        yield finding("env.debug.leftover/one_gpu", name, value)
-    elif "one_node" in case.places and name in SETTINGS["one_node"]["names"]:
-        yield finding("env.debug.leftover/one_node", name, value)
+    elif places := [place for place in case.places if name in SETTINGS["no_effect"].get(place, ())]:
+        yield finding(f"env.debug.leftover/{places[0]}", name, value)
     elif case.vendor is not None:
         yield from _compare_with_vendor(name, value, case.vendor)
-    elif name == "NCCL_PXN_DISABLE" and case.machine is not None and case.machine.lacks_nvlink():
-        yield finding("env.debug.leftover/pxn", name, value)
     else:
         off = re.fullmatch(SETTINGS["costly"].get(name, "(?!)"), value) is not None
         effect = SETTINGS["effect"].get(name, "it overrides what NCCL works out by itself")
         yield finding("env.debug.leftover", name, value, status=Status.WARN if off else Status.INFO, effect=effect)
 
 
-def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Finding]:
+def _compare_with_vendor(name: str, value: str, vendor: nccl_env.Platform) -> Iterator[Finding]:
     """Compare a debugging setting with the environment that the vendor of the network plugin publishes."""
     published, _ = vendor.values().get(name, ("", None))
     if published.lower() == value.lower():
@@ -195,7 +178,7 @@ def _compare_with_vendor(name: str, value: str, vendor: Platform) -> Iterator[Fi
     yield finding("env.debug.leftover/vendor", name, value, platform=vendor.name, recipe=recipe, advice=advice)
 
 
-def _has_effect(name: str, value: str, entry: NcclName) -> bool:
+def _has_effect(name: str, value: str, entry: nccl_env.NcclName) -> bool:
     """Whether a setting has an effect: its value is neither the default nor ignored."""
     number, is_integer = strtoll(value)
     if name == "NCCL_P2P_DISABLE" or not value:
@@ -208,18 +191,18 @@ def _has_effect(name: str, value: str, entry: NcclName) -> bool:
 def _check_unknown_nccl(name: str, value: str, case: _Case) -> Iterator[Finding]:
     """Check an unknown name that starts with NCCL_, or that differs from an NCCL name in case or blanks."""
     right = name.strip().removeprefix("export ").strip().upper()
-    if right != name and right in names():
+    if right != name and right in nccl_env.names():
         yield finding("env.name.unknown/letters", name, value, right=f"{right}={value.strip()}")
-    elif name.startswith("NCCL_") and case.version is not None and case.version > newest_read():
-        newest = version_text(newest_read())
-        yield finding("env.name.unknown/newer", name, value, newest=newest, version=version_text(case.version))
-    elif name.startswith("NCCL_") or with_right_prefix(name):
+    elif name.startswith("NCCL_") and case.version is not None and case.version > nccl_env.newest_read():
+        newest = nccl_env.version_text(nccl_env.newest_read())
+        yield finding("env.name.unknown/newer", name, value, newest=newest, version=nccl_env.version_text(case.version))
+    elif name.startswith("NCCL_") or nccl_env.with_right_prefix(name):
         yield _report_unknown(name, value, "NCCL", case)
 
 
 def _report_unknown(name: str, value: str, reader: str, case: _Case) -> Finding:
-    if close := nearest(name):
-        right = names().get(close[0])
+    if close := nccl_env.nearest(name):
+        right = nccl_env.names().get(close[0])
         stays = f" {close[0]} stays at {default_of(close[0], right)}." if right is not None and right.default else ""
         return finding("env.name.unknown/misspelt", name, value, reader=reader, default=stays, close=" or ".join(close))
     if name in case.named.used:

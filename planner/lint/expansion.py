@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from planner.lint.script import OPEN, WORDS, Assigned, Word
+from planner.lint.script import OPEN, WORDS, Assigned, Word, pattern
 
 _BASH = Language(tree_sitter_bash.language())
 _MAX_SECONDS = 2.0  # CPU seconds per text: 1 MiB of ordinary script takes 0.5; a hostile text can take quadratic time
@@ -31,11 +31,8 @@ _MAX_WORK = 1 << 25  # characters read, loop iterations included; takes a few se
 _COMMENT = re.compile(rb"(?<!\S)`[ \t]*#[^`\n]*`")
 # An unknown part of a text in `$(( ))`, where the grammar takes only names and numbers
 _OPEN_NUMBER = re.compile(rb"\$\(\((?:(?!\)\)|\n).){0,200}\)\)")
-_BRACED = re.compile(r"\$\{([A-Za-z_]\w*|\d{1,9}|[@*#])(\[[@*]\])?(\}\Z|:?[-=+?])")
-_ARRAY = re.compile(r"(?!\".*\*)\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")  # "${NAME[*]}" is one word
 NEXT_ITEM = "\0"  # ends each item in the value of an array
-_EXPANSIONS = WORDS["shell"]["expansions"]
-_SPLITS = ("simple_expansion", "expansion", "command_substitution")  # unquoted, these are split at blanks
+_NODES = WORDS["shell"]
 
 
 Function = tuple[Node, bytes, int]
@@ -171,7 +168,7 @@ class Expander:
         """Expand text between two offsets. Text outside child nodes is literal, as the grammar omits some blanks."""
         text, offset = "", start
         for child in node.children:
-            if child.type not in _EXPANSIONS or child.start_byte < offset:
+            if child.type not in _NODES["expansions"] or child.start_byte < offset:
                 continue
             value = self.value(child)
             text += self._literal(offset, child.start_byte, escape)
@@ -186,7 +183,7 @@ class Expander:
 
     def _braced(self, node: Node) -> str:
         """Expand `${NAME}`, an array, or a default. Single items, and operators that edit a value, give OPEN."""
-        match = _BRACED.match(self.text(node))
+        match = pattern("braced").match(self.text(node))
         if match is None or (match[2] and match[3] != "}"):
             return OPEN
         name, index, sign = match.groups()
@@ -220,8 +217,8 @@ class Expander:
     def words(self, node: Node) -> list[Word]:
         """Return the words after expansion and word splitting of a word."""
         value, raw, line = self.value(node), self.raw(node), self.line(node)
-        array = _ARRAY.fullmatch(self.text(node))
-        parts = value.split() if node.type in _SPLITS else [value]
+        array = pattern("array").fullmatch(self.text(node))
+        parts = value.split() if node.type in _NODES["split_nodes"] else [value]
         if array and (found := self.scope.variables.get(array[1])) and (NEXT_ITEM in found.value or not found.value):
             parts = found.value.split(NEXT_ITEM)[:-1]
         self.spend(WORK_OF_WORD * len(parts))

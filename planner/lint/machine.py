@@ -16,14 +16,7 @@ from dataclasses import dataclass
 from contracts.finding import Finding
 from planner.lint.findings import finding
 from planner.lint.values import NameList, find_other_net, strtoll
-from planner.nccl_env import Version, version_text
-from planner.nccl_env.devices import (
-    UNFIT_ROLES,
-    choose_best_interface,
-    choose_ports,
-    gid_index_problem,
-    list_running,
-)
+from planner.nccl_env import Version, devices, version_text
 from planner.nccl_env.situation import NodeView, PortView, p2p_level_effect
 from probes.api import Snapshot
 from probes.gpu.facts import GpuFacts
@@ -65,11 +58,12 @@ def _check_gid_index(environment: Mapping[str, str], node: NodeView, version: Ve
     index, is_integer = strtoll(value)
     if not is_integer or index < 0:
         return
-    far = {} if environment.get("NCCL_IB_HCA") else choose_ports(node).far  # NCCL does not use these ports by default
+    # Without NCCL_IB_HCA, NCCL does not use the ports that are near no GPU
+    far = {} if environment.get("NCCL_IB_HCA") else devices.choose_ports(node).far
     for view in _roce(environment, node):
         if not view.port.gids_known or view.name in far:
             continue
-        if (problem := gid_index_problem(view, index)) is None:
+        if (problem := devices.gid_index_problem(view, index)) is None:
             continue
         status, problem_text = problem
         used = ", ".join(f"{each.index}: {each.type} {each.gid}" for each in view.port.gids) or "none"
@@ -115,7 +109,7 @@ def _check_interfaces(environment: Mapping[str, str], node: NodeView) -> Iterato
     facts = node.facts(InterfacesFacts)
     if facts is None or len(value) <= 1:
         return
-    name_list, running = NameList.parse(value), list_running(facts)
+    name_list, running = NameList.parse(value), devices.list_running(facts)
     selected = [each for each in running if name_list.takes(each.name)]
     evidence = f"running interfaces: {', '.join(each.name for each in running) or 'none'}"
     if not selected:
@@ -125,8 +119,8 @@ def _check_interfaces(environment: Mapping[str, str], node: NodeView) -> Iterato
         if entry in caught and len(caught) > 1 and not name_list.exact and not name_list.negated:
             others = ", ".join(each for each in caught if each != entry)
             yield finding("env.interface.prefix", name, value, evidence, entry=entry, more=others)
-    if unfit := [each for each in selected if each.role in UNFIT_ROLES]:  # other nodes cannot reach them
-        best, first = choose_best_interface(node), selected[0] in unfit
+    if unfit := [each for each in selected if each.role in devices.UNFIT_ROLES]:  # other nodes cannot reach them
+        best, first = devices.choose_best_interface(node), selected[0] in unfit
         effect = "NCCL listens on it, and other nodes cannot reach it" if first else "NCCL also uses it for TCP traffic"
         yield finding(
             "env.interface.unfit", name, value, *(f"{each.name}: {each.role}" for each in unfit),
@@ -187,7 +181,7 @@ def _check_hcas(environment: Mapping[str, str], node: NodeView) -> Iterator[Find
     elif down and not name_list.negated:
         yield finding("env.hca.down/some", name, value, *states, ports=", ".join(view.name for view in down))
     # A GPU whose nearest NICs are left out sends over the NIC of another GPU
-    used, usable = ({view.device.name for view in views} for views in (active, choose_ports(node).chosen))
+    used, usable = ({view.device.name for view in views} for views in (active, devices.choose_ports(node).chosen))
     nearest = [each for each in (node.topology.nearest_nic if node.topology else ()) if each.decidable and each.local]
     lone = [each.gpu for each in nearest if used.isdisjoint(each.nics) and not usable.isdisjoint(each.nics)]
     if active and lone and "CUDA_VISIBLE_DEVICES" not in environment:

@@ -8,11 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from contracts.tables import read_table
-from planner.lint.script import NAMED, WORDS, Assigned, Inner, Word, pattern
+from planner.lint.script import NAMED, WORDS, Assigned, Inner, Unread, Word, pattern
 
-IN_CONTAINER = re.compile(r"^(?:SINGULARITY|APPTAINER)ENV_")
-"""Prefix of variables that Apptainer's container gets without it."""
 MAX_OPTIONS = 1 << 12  # characters of a command that are searched for variables and options
 _NAMES = WORDS["shell"]
 
@@ -50,13 +47,13 @@ def is_idle(command: Sequence[Word]) -> bool:
 
 def list_removed(command: str, names: Iterable[str]) -> list[str]:
     """Return the variables that a command does not pass on: env(1) -i and -u, sudo(8) without -E, srun(1) --export."""
-    removed = read_table(__file__, "data/forms.toml")["removed"]
-    removed_here, everything = set(re.findall(removed["names"], command)), re.match(removed["all"], command) is not None
+    removed, everything = set(pattern("removes_one").findall(command)), pattern("removes_all").match(command)
     command = re.sub(r"--container-env[= ]\S*", "", command)  # of the variables that reach srun's steps
-    return [n for n in names if n in removed_here or (everything and n not in command and not IN_CONTAINER.match(n))]
+    is_of_container = pattern("in_container").match
+    return [n for n in names if n in removed or (everything and n not in command and not is_of_container(n))]
 
 
-def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner]:
+def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner | Unread]:
     """Yield the settings that the words of a command give to its program, and the texts that it runs or reads.
 
     A text without a reader is the name of a file with settings.
@@ -81,12 +78,15 @@ def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner]:
         if option in _NAMES["takes_file"] and argument != option:
             yield Inner(argument, "", word.line)
         elif not is_argument and (takes_list or pattern("takes_setting").fullmatch(option) or (is_setting and may_set)):
-            # srun(1): a value ends at each comma
-            for part in re.split("," if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", argument):
-                name, sign, value = part.partition("=")
+            # srun(1): a value ends at each comma. Open MPI separates the variables of mca_base_env_list with semicolons
+            comma, name = ";" if option == "mca_base_env_list" else ",", ""
+            for part in re.split(comma if takes_list else r",(?=[A-Z_][A-Z0-9_]*=)", argument):
+                previous, (name, sign, value) = name, part.partition("=")
                 if sign:
                     raw = word.raw.partition(f"{name}=")[2]
-                    yield Assigned(name, value, raw.partition(",")[0] if takes_list else raw, word.line)
+                    yield Assigned(name, value, raw.partition(comma)[0] if takes_list else raw, word.line)
+                elif NAMED.match(previous) and pattern("rest_of_value").fullmatch(part):
+                    yield Unread(word.line, f"a comma ends the value of {previous}")
         elif index and (not is_argument or pattern("dotted").match(text)):
             yield from _read_word(command, index)
         is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
@@ -96,6 +96,7 @@ def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner]:
 def _read_word(command: Sequence[Word], index: int) -> Iterator[Assigned | Inner]:
     """Yield what a word is that sets no variable by an option: a script, JSON, a key path of Hydra or Helm."""
     (text, raw, line), before = command[index], command[index - 1].text
+    line = line if text.count("\n") <= raw.count("\n") else 0  # the value of a variable has lines elsewhere
     if before in ("-S", "--split-string"):
         yield Inner(f"env {text}", "bash", line)
     elif runs := _find_runner(command, index):
@@ -103,7 +104,8 @@ def _read_word(command: Sequence[Word], index: int) -> Iterator[Assigned | Inner
     elif pattern("dotted").match(text):  # env.NAME=VALUE,env.NAME=VALUE
         for part in re.split(r"(?<!\\),(?=[\w.\[\]-]+=)", text):
             if match := pattern("dotted").match(part):
-                yield Assigned(match[1], part[match.end() :].strip("\"'").replace("\\,", ","), raw, line)
+                value = part[match.end() :].strip("\"'").replace("\\,", ",")
+                yield Assigned(match[1], value, value, line)
     elif name_of(command[0]) in _NAMES["remote"] and re.search(r"\s", text):
         yield Inner(text, "bash", line)
     elif NAMED.search(text):

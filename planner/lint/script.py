@@ -23,10 +23,6 @@ OPEN = "\ue000"
 NODES = ("NNODES", "NUM_NODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "OMPI_MCA_orte_num_nodes")
 JOB_SIZE = (*NODES, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Variables with the size of the job; they are read but not checked."""
-# Checked variables, including misspelt names. All other variables may be secret (tokens, keys) and are not stored.
-_JUDGED = re.compile(
-    r"[ \t]*(?:export\s+)?(?:TORCH_)?NCCL_|(?:TORCH|GLOO|PYTORCH|FI|OFI|RDMAV|PET|CUDA|OMP|RCCL|UCX)_", re.IGNORECASE
-)
 
 
 class EnvironmentTextError(ValueError):
@@ -53,8 +49,8 @@ def whole_number(text: str) -> int | None:
 
 @cache
 def is_judged(name: str) -> bool:
-    """Whether lint checks variables with this name, because they concern communication."""
-    return _JUDGED.match(name) is not None or with_right_prefix(name) != ""
+    """Whether lint checks variables with this name, because they concern communication. Others may be secret."""
+    return pattern("judged_name").match(name) is not None or with_right_prefix(name) != ""
 
 
 class Word(NamedTuple):

@@ -20,7 +20,6 @@ from contracts.tables import read_table
 from planner.lint.expansion import MAX_LEVELS, NEXT_ITEM, WORK_OF_WORD, Expander, Shell, parse, walk
 from planner.lint.findings import finding
 from planner.lint.programs import (
-    IN_CONTAINER,
     MAX_OPTIONS,
     find_program,
     is_idle,
@@ -50,19 +49,10 @@ _MAX_COMMANDS = 20_000  # limit of followed commands; each loop iteration, way a
 _MAX_ROUNDS = 64  # iterations of one loop
 _MAX_LAUNCHES = 1000  # launches or ways with different settings
 
-_DIRECTIVE = re.compile(r"\s*#(?:SBATCH|PBS|BSUB|FLUX:|\$)\s+(.*)")  # of a scheduler
 _SCHEDULED = re.compile(rb"(?m)^\s*#(?:SBATCH|PBS|BSUB|FLUX:)\s")  # its daemons start ranks with all variables
-_LITERAL = re.compile(r"[\w./:=,-]+")
-_LEAVES = re.compile(r"\b(?:exit|return)\b")  # such a branch is unlikely
-_SET_BEFORE = re.compile(r"\A(?:\w+=(?:\"[^\"]*\"|'[^']*'|[^\s\"'])*\s+)+")  # variables that are set for a command
 # The end of the line behind `A=1 B=2`; the grammar joins the next line with such assignments
 _ENDS_LINE = re.compile(rb"(?:[ \t]|\\\n)*(?:#[^\n]*)?\n")
 _NAMES = WORDS["shell"]
-# Node types of a list of variables, and of a script that only defines functions
-_LIST = {"comment", "variable_assignment", "variable_assignments"}
-_LIBRARY = {"function_definition", "declaration_command", *_LIST}
-_PARTS = ("pipeline", "list", "&&", "||")  # nodes that the grammar puts inside a here-document redirection
-
 
 _Way = Mapping[str, tuple[bool, str]]
 """One way through the script: the conditions whose outcome is not the likely one, each with its outcome and label."""
@@ -82,20 +72,20 @@ def read_shell(text: str, *, line: int = 1, before: Iterable[Assigned] = ()) -> 
 
     `before` are variables that are set before it; `line` is the number of the first line, or 0.
     """
-    variables, files = list(before), list[str]()
+    reader = _Reader(before)
     of_fish = read_table(__file__, "data/forms.toml")["fish"] if pattern("fish").match(text) else ()
     for expression, replacement in of_fish:
         text = re.sub(expression, replacement, text)
     for number, row in enumerate(text.splitlines()):
-        if (match := _DIRECTIVE.match(row)) and "=" in match[1]:  # such as `#SBATCH --export=...`
+        if (match := pattern("directive").match(row)) and "=" in match[1]:  # such as `#SBATCH --export=...`
             given = re.sub(r"(?:\A|\s)-v\s+", " --export=ALL,", match[1].split(" #")[0])  # -v of PBS
             options = read_shell("sbatch " + given, line=line and line + number)
-            variables += [each for settings in options.settings() for each in settings.values()]
-            files += options.files
+            for settings in options.settings():
+                reader.scope.variables |= settings
+            reader.script.files += options.files
+            reader.script.unread += options.unread
             if pattern("exports_none").match(row):  # the steps inherit it
-                variables.append(Assigned("SLURM_EXPORT_ENV", "NONE"))
-    reader = _Reader(variables)
-    reader.script.files = files
+                reader.scope.variables["SLURM_EXPORT_ENV"] = Assigned("SLURM_EXPORT_ENV", "NONE")
     reader.follow_ways(text, line)
     return reader.script
 
@@ -136,6 +126,7 @@ class _Reader(Expander):
         self._left = ""  # how this block was left: exit, return, break or continue
         self._target = ""  # the file or program that gets the output; empty: none that is known
         self._written: dict[str, Inner] = {}  # what echo and printf write on this way, by target
+        self._input = OPEN  # the here-document that the next `read -d ''` reads
 
     # -- the whole text
 
@@ -143,11 +134,11 @@ class _Reader(Expander):
         """Follow every way through a script. Store the settings of its launches, and those that no launch gets."""
         root = self._parse(text)
         types = {each.type for each in root.named_children} if root is not None else set()
-        self.scope.exports_all = types <= _LIST  # a list of variables is meant to be exported
+        self.scope.exports_all = types <= _NAMES["list_nodes"]  # a list of variables is meant to be exported
         self._follow_each_way(partial(self.follow_text, text, line))
         end = self.scope
         # Other scripts call the functions of a library
-        for name in end.functions if types <= _LIBRARY or self._calls_any else ():
+        for name in end.functions if types <= _NAMES["library_nodes"] or self._calls_any else ():
             if name not in self._called:
                 self.scope = end.copy()
                 self._follow_each_way(partial(self._call, [Word(name, name)], 0))
@@ -211,7 +202,7 @@ class _Reader(Expander):
         for child in node.children or [node]:
             if child.type in _FOLLOW and child != node:
                 self._follow([child])
-            elif near and not re.fullmatch(r"[\s<>&|;()\\]*", self.text(child)):
+            elif near and child.type != "comment" and not re.fullmatch(r"[\s<>&|;()\\]*", self.text(child)):
                 self._report(self.line(child), "unknown shell syntax")
 
     # -- control flow
@@ -273,7 +264,7 @@ class _Reader(Expander):
         while node.type == "list":  # its last command decides
             node = node.children[-1]
         text = self.text(node)
-        is_assigned = node.type in _CERTAIN and "$(" not in text and "`" not in text
+        is_assigned = node.type in _NAMES["certain_nodes"] and "$(" not in text and "`" not in text
         is_certain = text.partition(" ")[0] in _NAMES["certain"] and next(walk(node, "pipeline"), None) is None
         if is_assigned or is_certain:
             return True
@@ -325,7 +316,7 @@ class _Reader(Expander):
 
     def _title(self, nodes: Sequence[Node]) -> str:
         text = " ".join(self.text(node)[:400] for node in nodes[:80])
-        return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).strip()[:80]
+        return re.sub(r"\s+", " ", re.sub(r"[\"']", "", text)).replace(OPEN, "...").strip()[:80]
 
     def _follow_if(self, node: Node) -> None:
         """Follow the conditions of `if` up to the branch that is taken."""
@@ -335,7 +326,7 @@ class _Reader(Expander):
             then = next((index for index, each in enumerate(children) if each.type == "then"), 0)
             condition, branch = [each for each in children[1:then] if each.is_named], children[then + 1 :]
             self._follow(condition)
-            leaves = any(_LEAVES.search(self.text(each)) for each in branch)
+            leaves = any(pattern("leaves").search(self.text(each)) for each in branch)
             if not condition or self._succeeds(condition[-1], self._title(condition), likely=False if leaves else None):
                 self._follow(branch)
                 break
@@ -344,7 +335,7 @@ class _Reader(Expander):
         """Follow each item of `case` on a separate way. The value is not compared with the patterns."""
         of, items = node.named_children[0], [each for each in node.children if each.type == "case_item"]
         self.value(of)
-        last = next((each for each in reversed(items) if not _LEAVES.search(self.text(each))), None)
+        last = next((each for each in reversed(items) if not pattern("leaves").search(self.text(each))), None)
         for item in items:
             patterns = item.children_by_field_name("value")
             if item.children[-1].type in (";&", ";;&"):
@@ -364,7 +355,7 @@ class _Reader(Expander):
             self._follow([each for each in node.named_children if each != body])
         elif name is None:
             self._forget(head, node)
-        literal = 0 < len(items) <= _MAX_ROUNDS and all(_LITERAL.fullmatch(self.text(word)) for word in items)
+        literal = 0 < len(items) <= _MAX_ROUNDS and all(pattern("literal").fullmatch(self.text(word)) for word in items)
         for word in map(self.text, items) if literal else (OPEN,):
             if name is not None:
                 raw = word if literal else head.partition(" in ")[2].split(";")[0].strip()
@@ -390,7 +381,7 @@ class _Reader(Expander):
 
     def _find_reader(self, node: Node) -> str:
         """Return the program that reads the input of a command, or the file that tee or `cat > FILE` writes."""
-        command = [Word(each, each) for each in _SET_BEFORE.sub("", self.text(node)[:1000]).split()]
+        command = [Word(each, each) for each in pattern("set_before").sub("", self.text(node)[:1000]).split()]
         program = find_program(command) if command else 0
         if program >= len(command):
             return ""
@@ -410,7 +401,7 @@ class _Reader(Expander):
                 targets = self.words(to)[:1]  # this follows commands inside, too
                 writes = re.match(r"&?>", self.text(each)) is not None
                 target = targets[0].text if writes and targets and not targets[0].text.isdigit() else target
-            elif each in inside and each.type in _PARTS:
+            elif each in inside and each.type in _NAMES["heredoc_nodes"]:
                 behind += each.named_children or [each]
                 target = target or (self._find_reader(behind[-1]) if each.type == "pipeline" else "")
             elif each.type == "ERROR":
@@ -445,6 +436,8 @@ class _Reader(Expander):
             inherited = {name: each for name, each in self.scope.variables.items() if each.exported}
             with self.during(scope=Shell(inherited), _left=""):
                 self.follow_text(inner.text, inner.line)
+        elif target == "read":
+            self._input = inner.text
         elif inner.text.strip(OPEN + "\n") and target not in _NAMES["idle"] and not target.startswith("/dev/"):
             self.script.inner.append(inner._replace(target=target.replace(OPEN, "...")))
 
@@ -607,11 +600,13 @@ class _Reader(Expander):
             if isinstance(part, Assigned):
                 sets = sets or is_judged(part.name)
                 self.set(part._replace(line=part.line or line), exported=True)
+            elif isinstance(part, Unread):
+                self._report(part.line or line, part.why)
             elif part.target == "":
                 self.script.files.append(part.text)
             else:
                 unread = len(self.script.unread)
-                self._pass_on(part._replace(line=part.line or line))
+                self._pass_on(part)
                 if idle:  # it may be prose: `git commit -m "..."`
                     del self.script.unread[unread:]
         sure = not idle and is_launcher(program)
@@ -626,7 +621,7 @@ class _Reader(Expander):
         self._started += 1
         settings: Settings = {}
         for each in self.scope.variables.values():
-            name = IN_CONTAINER.sub("", each.name)
+            name = pattern("in_container").sub("", each.name)
             is_passed_on = each.exported and not each.unset and NEXT_ITEM not in each.value  # arrays are not
             if is_passed_on and (is_judged(name) or name in JOB_SIZE):
                 settings[name] = each._replace(name=name)
@@ -650,9 +645,11 @@ class _Reader(Expander):
             self.script.files.append(arguments[0].raw + f" (line {line})" * bool(line))
 
     def _read_variables(self, program: str, arguments: Sequence[Word], line: int) -> None:
-        """Set the variables of read, mapfile or let to unknown values."""
+        """Set the variables of read, mapfile or let. Only a here-document of `read -d ''` is known."""
+        value = self._input if "" in [each.text for each in arguments] else OPEN
         for word in arguments:
-            self.set(Assigned(re.split(r"\W", word.text)[0], OPEN, f"(set by {program})", line))
+            self.set(Assigned(re.split(r"\W", word.text)[0], value, f"(set by {program})", line))
+        self._input = OPEN
 
     def _evaluate(self, program: str, arguments: Sequence[Word], line: int) -> None:
         """Follow the commands of eval as far as they are known. Report those of trap."""
@@ -681,9 +678,6 @@ def _get_pairs(settings: Settings) -> frozenset[tuple[str, str]]:
     """Return the pairs of name and value."""
     return frozenset((name, each.value) for name, each in settings.items())
 
-
-# Commands that do not fail, unless a program inside them does
-_CERTAIN = ("variable_assignment", "variable_assignments", "declaration_command")
 
 _FOLLOW: Mapping[str, Callable[[_Reader, Node], object]] = {
     **dict.fromkeys(("compound_statement", "do_group", "else_clause"), _Reader._follow_block),

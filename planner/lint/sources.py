@@ -93,14 +93,14 @@ def _read_as(text: str, kind: str) -> Reading:
     unread = [each for _, script in parts for each in script.unread]
     names = {name.strip() for _, script in parts for settings in script.settings() for name in settings}
     reason = "no started program is known to get it"
-    lost = _find_unread(text, names, pattern("setting"), reason) if kind in _PROGRAMS else ()
+    lost = _find_unread(text, names, pattern("setting"), reason) if kind in (*_PROGRAMS, *_DOCUMENTS) else ()
     lines = {each.line for each in unread}
     removed = {name: why for _, script in parts for name, why in script.removed.items()}
     explained = (each._replace(why=removed.get(each.name, each.why)) for each in lost)
     unreached = {each.name: each for each in explained if is_read(each.name) and each.line not in lines}
     if kind in _DOCUMENTS:
-        lost = _find_unread(text, names, SETS, "{name} is in a place where no variable is read")
-        unread = [*lost, *unread]
+        names |= {*unreached}
+        unread = [*_find_unread(text, names, SETS, "{name} is in a place where no variable is read"), *unread]
     return Reading(
         form=title, environments=environments,
         files=tuple(dict.fromkeys(file.replace(OPEN, "...") for _, each in parts for file in each.files)),

@@ -13,19 +13,17 @@ from typing import Any, NamedTuple
 from contracts.finding import Finding, Status
 from contracts.tables import read_table
 from planner.lint.findings import finding
-from planner.lint.script import whole_number
+from planner.lint.script import pattern, whole_number
 from planner.nccl_env import NcclName, Version, names, version_text
 
-_UNIT = re.compile(r"\s*([1-9]\d{0,17})\s*([KMGT])i?B?", re.IGNORECASE)
 _LARGEST = (1 << 63) - 1  # beyond it strtoll sets errno, and NCCL keeps the default
-_NUMBER = re.compile(r"\s*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)")
 VALUES: Mapping[str, Any] = read_table(__file__, "data/values.toml")
 """Allowed values of the variables, and what an invalid one causes."""
 
 
 def strtoll(text: str) -> tuple[int, bool]:
     """Return the result of strtoll(text, NULL, 0), and whether it consumed the whole text."""
-    match = _NUMBER.match(text)
+    match = pattern("integer").match(text)
     if match is None:
         return 0, False
     sign, digits = match.groups()
@@ -153,7 +151,7 @@ def _check_integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
     default = default_of(name, entry)
     if not value:
         yield finding("env.value.ignored/empty", name, value)
-    elif name in VALUES["names"]["bytes"] and (unit := _UNIT.fullmatch(value)):
+    elif name in VALUES["names"]["bytes"] and (unit := pattern("unit").fullmatch(value)):
         number_meant = int(unit[1]) << 10 * (1 + "KMGT".index(unit[2].upper()))
         yield finding("env.value.ignored/unit", name, value, number=number, default=default, meant=number_meant)
     elif not is_integer:
@@ -175,7 +173,7 @@ def _check_integer(name: str, value: str, entry: NcclName) -> Iterator[Finding]:
 
 def _report_no_number(name: str, value: str, number: int, entry: NcclName) -> Iterator[Finding]:
     """Report a text that is not only a number. NCCL uses the number at its start, or 0."""
-    word, is_number = value.strip().lower(), _NUMBER.match(value) is not None
+    word, is_number = value.strip().lower(), pattern("integer").match(value) is not None
     means_no, wish = word in VALUES["words"]["no"], " Write 1 if you mean yes." * (word in VALUES["words"]["yes"])
     is_unset = entry.default == str(number) or (number == 0 and name in VALUES["names"]["zero_is_unset"])
     if is_unset or (name == "NCCL_P2P_DISABLE" and number != 1):  # only exactly 1 disables peer access

@@ -210,13 +210,13 @@ class Torchtitan(Fsdp):
         return super().logits(share) + self.chunks_loss * 4.0 * share.tokens * share.model.hidden
 
     def selective_activations(self, share: Share, boundary: float) -> float:
-        """Count the layer's input and the outputs of q, v, attention, w1 and w2; instead of experts, of all-to-alls."""
+        """Count the layer's input, outputs of q, v, attention, w1, w2; with experts, of all-to-alls and a kept w2."""
         model = share.model
         if model.kv_rank or not model.gated_mlp:
             return super().selective_activations(share, boundary)
         q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        sent = 2.0 * model.experts_per_token * model.hidden if share.layout.ep > 1 else 0.0
-        stored = 2.0 * q + kv + (sent if model.experts else model.ffn + model.hidden)
+        routed = (2.0 * (share.layout.ep > 1) + (not self.repeats_experts)) * model.experts_per_token * model.hidden
+        stored = 2.0 * q + kv + (routed if model.experts else model.ffn + model.hidden)
         return boundary + share.tokens * share.element * stored / share.layout.tp
 
 

@@ -209,10 +209,10 @@ def _compare_mtus(members: Ports) -> Iterator[Finding]:
 def _compare_devices(devices: tuple[RdmaDevice, ...]) -> Iterator[Finding]:
     """Report differences between ports that carry GPU traffic."""
     active = [(d, p) for d, p in _list_ports(devices) if p.state == "ACTIVE" and p.link_layer]
-    layers = sorted({port.link_layer for _, port in active if port.link_layer})
-    if len(layers) > 1:
+    roce, ib = ([subject(d, p) for d, p in active if p.link_layer == layer] for layer in ("Ethernet", "InfiniBand"))
+    if roce and ib:
         evidence = tuple(f"{locate_port(d, p)}/link_layer: {p.link_layer}" for d, p in active[:MAX_EVIDENCE])
-        yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", evidence, layers=" and ".join(layers))
+        yield finding(TEXTS, "rdma.port.mixed_link_layer", None, "", evidence, roce=some(roce), ib=some(ib))
     groups = [
         [port for _, port in members if port.link_layer == "Ethernet" and port.netdev_mtu_bytes]
         for members in _group_alike(devices)

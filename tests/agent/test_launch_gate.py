@@ -79,10 +79,10 @@ def test_a_failed_job_has_the_record_of_this_start(tmp_path, written, expected):
     code = written["exit_code"] or -9
     assert isinstance(code, int)
     done = launched(tmp_path, code)
-    assert finish_record(path, done, 0.0) is None
+    assert finish_record(path, run_record.read_since(path, 0.0), done) is None
     path.write_text(json.dumps({"schema_version": 1, **written}))
-    assert finish_record(path, done, path.stat().st_mtime + 1) is None
-    record = finish_record(path, done, path.stat().st_mtime)
+    assert finish_record(path, run_record.read_since(path, path.stat().st_mtime + 1), done) is None
+    record = finish_record(path, run_record.read_since(path, 0.0), done)
     assert record is not None and {name: getattr(record, name) for name in expected} == expected
 
 
@@ -210,7 +210,7 @@ def ended(folder: Path, code: int = 1, **changed) -> RunRecord:
     path = folder / "run.json"
     path.write_text(json.dumps({**RECORD, **changed}))
     done = launched(folder, code, TORCHRUN_LOG)
-    record = finish_record(path, done, path.stat().st_mtime)
+    record = finish_record(path, run_record.read_since(path, 0.0), done)
     assert record is not None
     return record
 
@@ -245,14 +245,6 @@ def test_a_signal_of_torchrun_is_the_exit_code_that_a_shell_gives(tmp_path: Path
     """The agent takes 0 to 255."""
     record = ended(tmp_path, -9)
     assert record.exit_code == 137 and read_record((tmp_path / "run.json").read_bytes()) == record
-
-
-def test_the_launcher_knows_whether_the_job_posted_its_end() -> None:
-    """By the launcher's own words; a job that wrote no record reported nothing."""
-    done = launched(Path(), 3)
-    assert not done.wrote_its_end
-    assert not replace(done, record=run_record.record_of({**RECORD, "reason": done.ending})).wrote_its_end
-    assert replace(done, record=run_record.record_of({**RECORD, "reason": "the loss is not finite"})).wrote_its_end
 
 
 @each_row(("machine", "network", "evidence", "near"), rows("plan"))

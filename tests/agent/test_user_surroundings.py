@@ -19,6 +19,7 @@ import click
 import pytest
 from api_server import write_kubeconfig
 from click.testing import Result
+from resident import free_port
 from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.command import MODULE, drawn, interpreter, process, topoflight
 from rigs.forking import forking_environment
@@ -105,11 +106,10 @@ def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     """While modules are imported, while an API server is waited for, and while requests could be answered."""
     # a background job of a shell ignores it, and so would its children
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with socket.create_server(("127.0.0.1", 0)) as deaf, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        port = free_port()
         config = write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{deaf.getsockname()[1]}")
         deaf.settimeout(120)
-        free.close()
 
         def is_importing(process: subprocess.Popen[bytes]) -> bool:
             return "_pydantic_core" in Path(f"/proc/{process.pid}/maps").read_text()

@@ -181,6 +181,14 @@ def test_a_script_is_launched_and_leaves_a_record(tmp_path: Path, monkeypatch: p
     assert "ValueError: no such layer" in topoflight(*words).stderr
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "rank " in record["reason"] and record["reason"].endswith(": ValueError: no such layer"), record["reason"]
+    (tmp_path / "sft.py").write_text(
+        "raise ValueError('Caught in worker 0.\\n' + 'at line\\n' * 200 + 'corrupt row 7')"
+    )
+    topoflight(*words)
+    reason = json.loads((tmp_path / "run" / "run.json").read_text())["reason"]
+    assert "Caught in worker 0." in reason and reason.endswith("corrupt row 7"), "the cause is the end of a long error"
+    (tmp_path / "sft.py").write_text("import os, time\nos._exit(7) if os.environ['RANK'] == '1' else time.sleep(60)")
+    assert "rank 1 ended with exit code 7 and reported no error" in topoflight(*words).stderr
 
 
 STARVE = """

@@ -35,7 +35,7 @@ import pytest
 import resident
 from rigs.netns import missing
 from rigs.recorded import path_of, snapshot
-from rigs.results import RUN
+from rigs.results import RUN, benchmark, measurement
 from rigs.tables import ROOT
 from rigs.waiting import eventually
 
@@ -43,7 +43,6 @@ from agent.base import EXIT_STOPPED
 from agent.base.result_store import BENCH_FILE, RUNS_FOLDER
 from agent.http.state import State
 from collectives.bench import processes
-from collectives.bench.results import BenchResult
 from contracts import plain
 from contracts.run_record import record_of
 from probes.api import Failed, Ok, Snapshot
@@ -237,10 +236,7 @@ class Ground:
         assert view.bench is not None and record_of(RUN) in view.runs
 
 
-EARLIER = BenchResult(
-    measurements=(), world_size=2, backend="gloo", hosts=("earlier",), environment={}, versions={},
-    started_at_seconds=1.0, seconds=1.0,
-)  # fmt: skip
+EARLIER = benchmark(measurement(), hosts=("earlier",), started_at_seconds=1.0)
 
 
 pytestmark = pytest.mark.long

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from resident import free_port
 from rigs.hub import Hub, parquet
 from rigs.tables import ROOT, data_of, each_row
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -322,8 +323,7 @@ def test_offline_goes_on_from_the_cache_and_says_what_is_not_in_it(online, home,
 
 def ranks_of_two(name, settings, *environments):
     """The forks of a job of two ranks, each with its environment."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     return [{f"{name}-{rank}": (settings, {**env, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)})}
             for rank, env in enumerate(environments)]  # fmt: skip
 

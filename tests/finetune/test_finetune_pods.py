@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from resident import free_port
 from rigs.benchmarks import OWN_LOCK, require_own_lock
 from rigs.tables import ROOT, each_row, rows_of
 from rigs.waiting import eventually
@@ -46,8 +47,7 @@ class Rig:
 
     def __init__(self, folder, words, **options):
         self.folder, self.words, self.options = folder, words, options
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.pods = {}
         self.started = 0
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from rigs.tables import ROOT, each_row, rows_of
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
+from contracts import run_record
 from contracts.job_config import ConfigError, read_config, read_mapping
 from finetune import loop, train
-from finetune.checkpoint import SaveError, list_checkpoints
+from finetune.checkpoint import SaveError, find_resume, list_checkpoints
 from finetune.rows import IGNORED, load_tokenizer, prepare
 from finetune.verify import MismatchError
 
@@ -142,24 +144,6 @@ def test_a_run_that_ends_among_its_profiled_steps_ends_with_its_own_code(tmp_pat
     assert record["exit_code"] == 0
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """Mount a file system of a given size; returns its folder. Skips where mounting is not allowed, as without root."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def mount(size):
-        words = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]
-        mounted = subprocess.run(words, capture_output=True, text=True)
-        if mounted.returncode:
-            pytest.skip(f"mount is not allowed here: {mounted.stderr.strip()}")
-        return disk
-
-    yield mount
-    if disk.is_mount():
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # the job may have a file open
-
-
 def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(small_disk, tmp_path):
     """Exit code 74; no half checkpoint is left, the one before resumes once there is room."""
     disk = small_disk("3400k")
@@ -167,6 +151,13 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(small_disk,
     code, record = run_job(disk / "out", *whole_model)
     assert code == SaveError.code
     assert f"the disk of {disk / 'out'} is full (" in record["reason"]
+    ended = run_record.read(disk / "out" / "run.json")
+    with contextlib.suppress(OSError), (disk / "filler").open("wb", 0) as file:
+        while file.write(bytes(4096)):
+            pass
+    run_record.save(disk / "out" / "run.json", replace(ended, status="kept"))
+    assert run_record.read(disk / "out" / "run.json").status == "kept" and not list(disk.rglob("*.draft"))
+    (disk / "filler").unlink()
     assert [p.name for p in list_checkpoints(disk / "out")] == ["checkpoint-4"]
     assert not list((disk / "out").glob(".checkpoint-*"))
     shutil.copytree(disk / "out", tmp_path / "roomy")
@@ -211,6 +202,8 @@ def test_a_second_run_does_not_mix_with_the_first(tmp_path):
     assert run_job(folder, "max_steps=2")[0] == 0
     assert run_job(folder, "lora_r=8")[0] == ConfigError.code
     assert run_job(folder, "resume_from_checkpoint=false")[0] == ConfigError.code
+    with pytest.raises(ConfigError, match="trainer='topoflight', this run has 'trl'"):
+        find_resume(read_config(folder.parent / "job.yaml", [f"output_dir={folder}"]).config, "trl")
 
 
 ROWS = "dataset_rows=320"  # 20 steps of 16

@@ -14,7 +14,7 @@ from rigs.tables import each_row, rows_of
 from agent.advice import job_plan
 from agent.advice.advise import advise
 from agent.advice.request import Request
-from agent.jobs import launch
+from agent.jobs.launch import run, run_record
 from planner.recommend import checkpoint_to_save
 
 JOB = """
@@ -53,8 +53,8 @@ def ended(folder, does, *, timeout_seconds=30.0, sigterm=True):
     if sigterm:
         sigterm_once(ready)
     began = time.time() - 1
-    made = launch.run([sys.executable, "-c", text], dict(os.environ), folder, timeout_seconds, lambda _line: None)
-    own = launch.run_record.read_exit_code(record, made.exit_code, began, cut_short=bool(made.cut_short))
+    made = run([sys.executable, "-c", text], dict(os.environ), folder, timeout_seconds, lambda _line: None)
+    own = run_record.choose_exit_code(run_record.read_since(record, began), made.exit_code, cut_short=True)
     return replace(made, exit_code=own)
 
 
@@ -81,7 +81,7 @@ def test_a_job_that_runs_out_of_time_is_told_the_same_way(tmp_path):
 
 def test_a_job_that_ends_by_itself_was_not_cut_short(tmp_path):
     """Its code remains, also where its record says nothing."""
-    done = launch.run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
+    done = run([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path, 60, print)
     assert (done.ending, done.cut_short) == ("the job ended with exit code 3", "")
 
 
@@ -108,13 +108,13 @@ def test_ranks_save_for_as_long_as_they_are_given(tmp_path, grace_seconds):
     sigterm_once(ready)
     began = time.time() - 1
     words = [sys.executable, "-c", LAUNCHER.format(job=job)]
-    made = launch.run(words, dict(os.environ), tmp_path, 30.0, lambda _line: None, grace_seconds=grace_seconds)
-    own = launch.run_record.read_exit_code(record, made.exit_code, began, cut_short=True)
+    made = run(words, dict(os.environ), tmp_path, 30.0, lambda _line: None, grace_seconds=grace_seconds)
+    own = run_record.choose_exit_code(run_record.read_since(record, began), made.exit_code, cut_short=True)
     assert made.killed is (grace_seconds == 1) and record.exists() is not made.killed
     if made.killed:
         assert "did not end within 1 s of SIGTERM and was killed" in made.ending
     else:
-        assert own == launch.run_record.RESUMABLE
+        assert own == run_record.RESUMABLE
 
 
 @each_row("given", [125 << 20, 1 << 30])

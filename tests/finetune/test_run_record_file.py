@@ -12,7 +12,7 @@ from agent.terminal.measured import describe_run
 from contracts import run_record
 from contracts.job_config import JobPlan, RunForecast
 from contracts.layout import Layout
-from contracts.run_record import compare, read_exit_code, record_of
+from contracts.run_record import choose_exit_code, compare, read_since, record_of
 from finetune import post
 from finetune.recorder import Recorder
 
@@ -33,6 +33,8 @@ def test_measurements_are_compared_with_the_forecast():
     record = record_of(RECORD)
     step, memory = compare(record)
     assert (step.verdict, memory.verdict) == ("inside", "unknown")
+    warm_up = record_of({**RECORD, "measured": {**RECORD["measured"], "counted_steps": 0}})
+    assert compare(warm_up)[0].verdict == "unknown (warm-up steps alone)"
     assert describe_run(record) == "steps unknown, loss unknown, tokens/s unknown, communication 31% exposed"
     assert "step: 2 s" in environment().get_template("sections.html.j2").module.runs([record])
 
@@ -43,7 +45,7 @@ def test_a_failure_keeps_the_job_s_own_code(tmp_path, written, torchrun, began, 
     path = tmp_path / "run.json"
     if written is not None:
         path.write_text(json.dumps(written))
-    assert read_exit_code(path, torchrun, began) == told
+    assert choose_exit_code(read_since(path, began), torchrun) == told
 
 
 def test_the_error_that_a_rank_printed_is_the_reason(tmp_path):

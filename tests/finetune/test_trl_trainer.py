@@ -5,8 +5,6 @@ A user's own file of TRL's through `launch` on this host: unchanged, with the st
 
 import json
 import math
-import socket
-from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from click.testing import CliRunner
+from resident import free_port
 from rigs.command import ROOT, interpreter
 from rigs.hub import Hub, parquet
 from rigs.tables import data_of, rows_of
@@ -82,13 +81,8 @@ def planned(folder: Path, settings: dict, *words: str) -> tuple:
 
 def run_ranks(hub: Hub, folder: Path, plans: list[tuple[Path, bool]]) -> list[int]:
     """The exit codes of these plans on two ranks, one after the other."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in plans]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        ports = [one.getsockname()[1] for one in sockets]
-    cases = [{"plan": str(plan), "port": port, "stop": stop, "environment": read_plan(plan).environment}
-             for (plan, stop), port in zip(plans, ports, strict=True)]  # fmt: skip
+    cases = [{"plan": str(plan), "port": free_port(), "stop": stop, "environment": read_plan(plan).environment}
+             for plan, stop in plans]  # fmt: skip
     (folder / "cases.json").write_text(json.dumps(cases))
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "cache"), "no_proxy": "*"}
     words = (HERE / "trl_ranks.py", folder / "cases.json", 2)
@@ -149,6 +143,12 @@ def test_what_trl_cannot_read_is_refused_or_made_readable(tmp_path: Path, monkey
         named = JobConfig(dataset_name=str(parquet(tmp_path / f"{number}.parquet", [row])))
         read, _ = trl_inputs.load_data(made, named, none, none, tested=False)
         assert list(read) == [{"messages": forms[-1]["messages"]}]
+    mixture = {"datasets": [{"id": named.dataset_name, "columns": ["messages", "prompt"]}]}
+    read, _ = trl_inputs.load_data(JobPlan(trl={"dataset_mixture": mixture}), JobConfig(), none, none, tested=False)
+    assert list(read) == [{"messages": forms[-1]["messages"]}]
+    (tmp_path / "sums.csv").write_text("prompt,completion\n1+1=,2\n7,NA\n")  # every cell is text
+    read, _ = trl_inputs.load_data(made, JobConfig(dataset_name=str(tmp_path / "sums.csv")), none, none, tested=False)
+    assert list(read) == [{"prompt": "1+1=", "completion": "2"}, {"prompt": "7", "completion": "NA"}]
 
 
 def test_what_the_layout_decides_is_added_to_the_settings_of_a_file() -> None:

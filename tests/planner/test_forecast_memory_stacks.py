@@ -56,17 +56,18 @@ def test_torchtitan_repeats_all_products_of_experts_and_no_all_to_all() -> None:
     """Qwen3-30B-A3B: q 4096, kv 512, h 2048, 8 experts a token. 141.8 GiB were measured in 8 B200."""
     engine, model = find_engine("torchtitan"), model_named("Qwen3-30B-A3B")
     one, eight = (Layout(world_size=8, dp_shard=8, micro_batch=2, checkpointing="selective", ep=ep) for ep in (1, 8))
-    activations = [engine.selective_activations(share_of(model, FULL, layout), 0.0) for layout in (one, eight)]
-    assert activations == [TOKENS * HALF * columns for columns in (2 * 4096 + 512, 2 * 4096 + 512 + 2 * 8 * 2048)]
+    assert engine.recomputed("selective") == (1.0, 0.5, 0.0, 1.0)
+    cases = ((engine, one), (engine, eight), (find_engine("automodel"), one))  # the last one saves the second product
+    activations = [each.selective_activations(share_of(model, FULL, layout), 0.0) for each, layout in cases]
+    assert activations == [TOKENS * HALF * (2 * 4096 + 512 + times * 8 * 2048) for times in (0, 2, 1)]
     full, model = replace(eight, micro_batch=1, checkpointing="full"), replace(model, layers=12, vocab=64000)
     layer = engine.layer_activations(share_of(model, FULL, full))  # at the end of the backward pass
     routed = 8192.0 * 8 * 2048
     in_half = replace(engine, weighs_in_fp32=False).layer_activations(share_of(model, FULL, full))
     assert layer - in_half == HALF * routed  # experts' outputs in four bytes instead of two
     assert memory_parts(model, FULL, full, engine).activations == layer + 12.0 * routed
-    compiled = replace(
-        full, compile=True
-    )  # casts again: outputs in two bytes, and one pass at the start of the backward
+    # casts again: outputs in two bytes, and one pass at the start of the backward
+    compiled = replace(full, compile=True)
     layer = engine.layer_activations(share_of(model, FULL, compiled))
     assert layer == replace(engine, weighs_in_fp32=False).layer_activations(share_of(model, FULL, compiled))
     assert memory_parts(model, FULL, compiled, engine).activations == layer + 4.0 * routed

@@ -339,7 +339,7 @@ def test_trl_has_the_attention_that_runs_and_a_type_that_trains(
     layout: dict, train: dict, key: str, value: str
 ) -> None:
     exported = yaml.safe_load(export("trl", request(replace(FSDP, **layout), **train)))
-    assert exported[key] == value
+    assert exported.get(key) == value
 
 
 @pytest.mark.long

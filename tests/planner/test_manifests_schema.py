@@ -252,7 +252,10 @@ def test_the_network_of_one_interface_has_no_number() -> None:
 
 @each_row("count", [2, 8])
 def test_each_interface_has_its_network(count: int) -> None:
-    """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size."""
+    """Numbered in the order of the interfaces, each on its own master, with the next addresses of the same size.
+
+    The device plugin shares all rails as one resource: one unit of it brings every HCA into the pod.
+    """
     documents = network_manifests.network(spec(count, namespace="training"))
     made = of_kind(documents, "MacvlanNetwork")
     assert [d["metadata"]["name"] for d in made] == [f"rdmashared-net-{i + 1}" for i in range(count)]
@@ -266,22 +269,13 @@ def test_each_interface_has_its_network(count: int) -> None:
     assert [(c["name"], c["master"], c["ipam"]) for c in configs] == [
         (d["metadata"]["name"], d["spec"]["master"], ipam) for d, ipam in zip(made, said, strict=True)
     ]
-
-
-def test_the_device_plugin_shares_all_rails_as_one_resource() -> None:
-    """One unit of it brings every HCA into the pod."""
-    (policy,) = of_kind(network_manifests.network(spec(8)), "NicClusterPolicy")
+    (policy,) = of_kind(documents, "NicClusterPolicy")
     (shared,) = json.loads(policy["spec"]["rdmaSharedDevicePlugin"]["config"])["configList"]
-    assert shared["selectors"]["ifNames"] == [f"ens{i}f0np0" for i in range(8)]
+    assert shared["selectors"]["ifNames"] == [d["spec"]["master"] for d in made]
 
 
 def interfaces(*snapshots: Snapshot) -> tuple[str, ...]:
     return network_manifests.from_snapshots(snapshots).interfaces
-
-
-def test_every_rail_that_all_nodes_have_is_one() -> None:
-    """By their names."""
-    assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
 
 
 @each_row(("second", "rails"), rows("bridge_members"))
@@ -292,8 +286,9 @@ def test_a_member_of_a_bridge_gets_no_macvlan(second: dict[str, str], rails: lis
     assert interfaces(node(rails=3, links=links)) == tuple(rails)
 
 
-def test_the_only_interface_is_a_rail_and_management_next_to_others_is_none() -> None:
-    """There is no better one. A slower port of another model is no rail either."""
+def test_rails_are_what_all_nodes_have_and_no_management_next_to_others() -> None:
+    """By their names. The only interface is one: there is no better. A slower port of another model is none."""
+    assert interfaces(node("a"), node("b", rails=3)) == ("ens0f0np0", "ens1f0np0", "ens2f0np0")
     assert interfaces(node(rails=1, links=[interface("ens0f0np0", "host", "", master="ovs-system")])) == ("ens0f0np0",)
     slow = port("mlx5_9", layer="Ethernet", gbit=25, model="ConnectX-6 Lx", netdev="eno1")
     assert interfaces(node(rails=2, devices=[slow])) == ("ens0f0np0", "ens1f0np0")

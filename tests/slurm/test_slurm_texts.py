@@ -351,6 +351,9 @@ def test_the_nodes_of_a_verdict_are_named_as_slurm_does(tmp_path: Path, monkeypa
     checks = (Finding(code="gpu.x", status="unknown"),)  # SIGTERM came before the scan
     unscanned = Report(checks=checks, verdict=judge(checks, stopped="SIGTERM"))
     assert format_slurm_reasons(unscanned) == "gpu03: stopped by SIGTERM before it was done\n"
+    recorded = replace(unscanned, snapshots=(snapshot("gb200-nvl72-tray"),))
+    assert format_slurm_reasons(recorded) == "nvl72-r1-t07: stopped by SIGTERM before it was done\n"
+    assert format_slurm_reasons(replace(recorded, snapshots=recorded.snapshots * 2)) == "", "the node is unknown"
     lost = "Connection closed by peer"
     for rank, error in enumerate(("CUDA error: uncorrectable ECC error encountered", lost, lost)):
         host = f"ip-10-0-0-{rank}.example.com"

@@ -1,7 +1,6 @@
 """A few faults made for real on four ranks; bench/why.py makes them all."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import why
+from resident import free_port
 from rigs.tables import each_row, rows_of
 
 from agent.jobs.script import add_monitor
@@ -55,10 +55,7 @@ torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=
 def test_ranks_that_never_meet_are_diagnosed_and_those_that_wait_are_not_named(tmp_path: Path) -> None:
     """Rank 1 of three does not start; a name that DNS does not know; torchrun's port where nothing listens."""
     (tmp_path / "train.py").write_text(MEETING, encoding="utf-8")
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [free_port() for _ in range(3)]
 
     def start(run: str, command: list[str], **variables: str) -> subprocess.Popen[bytes]:
         words = [PYTHON, "-m", "agent.cli", "run", "--folder", str(tmp_path / run), PYTHON, *command]

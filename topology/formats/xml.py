@@ -124,7 +124,7 @@ def _find_label(first: str, second: str, parts: CollectedElements, tree: PciTree
 
 
 _LAST = 1 << 30  # NICs without `dev` follow those with one, in file order
-_RDMA_NAME = re.compile(r"(mlx|bnxt_re|roce|ib|irdma|hfi|ionic|rdmap|efa)", re.I)
+_RDMA_NAME = re.compile(r"(mlx|bnxt_re|roce|ib|irdma|hfi|ionic|rdmap|efa|erdma|mana_|hns_|qedr)", re.I)
 
 
 @dataclass(slots=True)
