@@ -230,7 +230,7 @@ def _read_ras(source: str) -> ras.RasReport:
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """Add RAS to the verdict: it decides if no other source does; otherwise agreement or conflict is shown."""
-    source = f"RAS: {report.total} communicators"
+    source = f"RAS: {units.count(report.total, 'communicator')}"
     report, unheard = _split_silent_ranks(report, earlier)
     verdict = _ask_about_silence(replace(verdict, sources=(*verdict.sources, source)), report, unheard)
     rows = _list_behind(report)
@@ -242,7 +242,7 @@ def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | N
     if not verdict.causes and not (rows and is_proven):
         return _judge_counts(verdict, report, is_first=earlier is None, is_moving=is_moving)
     state = "failed" if any(cause.code == "rank.gone" for cause in causes) else "stuck"
-    return verdict.blaming(
+    return verdict.with_causes(
         state, *causes, *verdict.causes, ranks=tuple(rank for cause in causes for rank in cause.ranks),
         gpus=tuple(f"{row.host} GPU {row.gpu}" for row, *_ in rows if row.host and row.rank >= 0),
         nodes=tuple(sorted({node for cause in causes for node in cause.nodes})),
@@ -253,7 +253,8 @@ def _ask_about_silence(verdict: Verdict, report: ras.RasReport, unheard: list[in
     """Add the question whether ranks or processes that RAS did not hear are lost."""
     if unheard:
         return verdict.with_question("ras_unheard", names=why.ranks_of(unheard))
-    silent = [row for row in report.dead if row.missing != "dead"]
+    dead = {(row.host, row.pid) for row in report.dead if row.missing == "dead"}
+    silent = [row for row in report.dead if (row.host, row.pid) not in dead]
     if not silent or verdict.state != "fine":
         return verdict
     names = ", ".join(f"process {row.pid} on {row.host}, GPU {row.gpu}" for row in silent[:4])
@@ -261,12 +262,13 @@ def _ask_about_silence(verdict: Verdict, report: ras.RasReport, unheard: list[in
 
 
 def _list_behind(report: ras.RasReport) -> list[tuple[ras.RasRank, str, str]]:
-    """Return the ranks that do not answer; if all do, those that are behind, unless they are most of a communicator.
+    """Return what does not answer; if all do, the ranks that are behind, unless they are most of a communicator.
 
-    Each is what RAS lists of it, what is wrong with it, and where RAS says so. A process that is dead, and whose rank
-    RAS does not give, counts more than ranks that are behind, because these may wait for it.
+    Each is what RAS lists of it, what is wrong with it, and where RAS says so. Processes that are dead, and whose ranks
+    RAS does not give, come first. Ranks that are behind may wait for a rank or process that does not answer.
     """
-    is_gone = any(row.missing for comm in report.comms for row in comm.ranks.values())
+    dead = {(row.host, row.pid): (row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"}
+    is_gone = bool(dead) or any(row.missing for comm in report.comms for row in comm.ranks.values())
     found: dict[int, tuple[ras.RasRank, str, str]] = {}
     for comm in report.comms:
         behind, _ = ras.find_laggards(comm)
@@ -274,16 +276,18 @@ def _list_behind(report: ras.RasReport) -> list[tuple[ras.RasRank, str, str]]:
             row = comm.ranks.get(rank, ras.RasRank(rank=rank))
             if row.missing or not is_gone:
                 found[rank] = row, state, f"RAS, communicator {comm.id}"
-    dead = [(row, "is dead for RAS", "RAS") for row in report.dead if row.missing == "dead"]
-    return dead if dead and not is_gone else [found[rank] for rank in sorted(found)]
+                dead.pop((row.host, row.pid), None)
+    return [*dead.values(), *(found[rank] for rank in sorted(found))]
 
 
 def _compare_with_ras(verdict: Verdict, report: ras.RasReport, causes: list[Cause]) -> Verdict:
     """Add that RAS names other ranks than the verdict, if it does."""
     ranks = [rank for cause in causes for rank in cause.ranks]
-    if set(verdict.ranks) == set(ranks) or not (causes or report.total):
+    nodes = [] if ranks else [node for cause in causes for node in cause.nodes]  # of dead processes without a rank
+    if set(verdict.ranks) == set(ranks) or not (causes or report.total) or {*nodes} & {*verdict.nodes}:
         return verdict
-    text = (f"RAS names {why.ranks_of(ranks) if ranks else 'no rank'}, the verdict "
+    who = why.ranks_of(ranks) if ranks else f"a dead process on {nodes[0]}" if nodes else "no rank"
+    text = (f"RAS names {who}, the verdict "
             f"{why.ranks_of(verdict.ranks) if verdict.ranks else 'no rank'}: RAS counts launched calls, and lists "
             "outliers rather than the ranks that are behind, so what lists each call is believed")  # fmt: skip
     return replace(verdict, disagree=(*verdict.disagree, text))
@@ -360,7 +364,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
     source = f"NCCL log: {units.count(log.lines_read, 'line')}{none_of}"
     verdict = replace(verdict, sources=(*verdict.sources, source))
     if verdict.names_nobody and _precedes_timeouts(rows, log):  # ranks wait since then
-        return verdict.blaming("failed", *causes, *verdict.causes)
+        return verdict.with_causes("failed", *causes, *verdict.causes)
     if verdict.state in ("fine", "unknown") and log.outcome == "failed" and (causes or not facts.is_over):
         ended = tuple(_make_cause(p) for p in log.problems if p.severity == "fail")[:1]
         if not causes or any(cause.code in _CODES["ends_of_job"] for cause in ended):  # what remains are slow paths
@@ -371,7 +375,7 @@ def with_log(verdict: Verdict, log: Evidence, facts: RunFacts) -> Verdict:
         line = f"failed: {causes[0].message if causes else 'the log says so'}"
         return replace(verdict, state="failed", line=line, causes=causes, unknown=())
     if verdict.state == "fine" and rows and rows[0].severity == "fail":
-        return verdict.blaming("slow", *causes)
+        return verdict.with_causes("slow", *causes)
     if verdict.state == "fine" and log.outcome == "finished":
         verdict = replace(verdict, line="fine: the log shows that the job finished", unknown=())
     elif verdict.state == "fine" and causes:
@@ -420,7 +424,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
     verdict = replace(verdict, sources=(*verdict.sources, source))
     if record.status not in ("running", "complete", "interrupted", "unknown") and verdict.state == "fine":
         cause = Cause(code=f"job.{record.status}", message=(record.reason or record.status)[:500])
-        return verdict.blaming("failed", cause)
+        return verdict.with_causes("failed", cause)
     measured, forecast = record.measured.step_seconds, record.plan.forecast.step_seconds
     if measured and forecast and forecast.high and measured > forecast.high and verdict.state in ("fine", "slow"):
         times = measured / (forecast.mid or forecast.high)
@@ -428,7 +432,7 @@ def with_record(verdict: Verdict, record: RunRecord) -> Verdict:
         exposed = record.communication.exposed_share if record.communication else None
         waiting = (f"collectives not overlapped with computation take {exposed:.0%} of the step",) if exposed else ()
         cause = make_cause("step_slow", times=f"{times:.1f}", evidence=(sentence, *waiting))
-        return verdict.blaming("slow", *verdict.causes, cause)
+        return verdict.with_causes("slow", *verdict.causes, cause)
     return verdict
 
 
@@ -443,7 +447,7 @@ def with_end_of_job(verdict: Verdict, ages: Mapping[int, float]) -> Verdict:
     early = any(ages.get(rank, 0.0) > limits.STALE_SECONDS for cause in gone for rank in cause.ranks or ages)
     if not (ends and gone) or early or {cause.code for cause in gone} - {"rank.gone", "ranks.gone"}:
         return verdict
-    return verdict.blaming("failed", *ends, ranks=(), nodes=(), gpus=(), unknown=())
+    return verdict.with_causes("failed", *ends, ranks=(), nodes=(), gpus=(), unknown=())
 
 
 def with_restart(verdict: Verdict, record: RunRecord | None, again: str | None) -> Verdict:

@@ -72,7 +72,7 @@ class Verdict:
         """Return whether the verdict says that ranks wait, but not for which rank."""
         return bool(self.causes) and self.causes[0].code == "call.timeout"
 
-    def blaming(self, state: str, *causes: Cause, **changes: Any) -> Verdict:
+    def with_causes(self, state: str, *causes: Cause, **changes: Any) -> Verdict:
         """Return it with another state and other causes, the first of which is its line."""
         return replace(self, state=state, line=f"{state}: {causes[0].message}", causes=causes, **changes)
 

@@ -587,6 +587,9 @@ BEHIND_ONE = [counts("AllReduce", {r: n - (r == 1) for r in range(3)}) for n in 
 ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10: 3}})
 
 
+DEAD = tuple(ras.RasRank(rank=-1, host="n2", pid=pid, gpu=1, missing="dead") for pid in (7, 8))
+
+
 @each_row(
     ("before", "report", "earlier", "gives", "words"),
     [
@@ -601,6 +604,8 @@ ONE_LISTED = counts("AllReduce", {2: 9}, size=4, spread={"AllReduce": {9: 1, 10:
         (NOTHING, SILENT, None, ("unknown", (), ""), "rank 1"),  # once may be a lost answer
         (NOTHING, SILENT, SILENT, ("stuck", (1,), "rank.silent"), ""),
         (NOTHING, replace(SILENT, timeouts=1), None, ("stuck", (1,), "rank.silent"), ""),
+        (NOTHING, replace(SILENT, dead=DEAD), None, ("failed", (1,), "rank.gone"), "process 7 on n2"),
+        (NOTHING, replace(BEHIND_ONE[1], dead=DEAD[:1]), None, ("failed", (), "rank.gone"), "process 7 on n2"),
         (judge(LATE), ONE_LISTED, None, ("stuck", (2,), BEHIND), ""),
         (judge(LATE), ras.RasReport(total=1), None, ("stuck", (), TIMEOUT), "which rank has not entered"),
         (judge(waiting(phase="data")), counts("AllReduce", {r: 9 - (r == 0) for r in range(4)}), None,
@@ -611,6 +616,14 @@ def test_what_ras_adds(before, report, earlier, gives, words):
     found = gathered.with_ras(before, report, earlier)
     assert said(found) == gives, found.line
     assert words in "\n".join((text_of(found), *found.disagree))
+
+
+def test_a_dead_process_is_a_conflict_if_it_is_on_another_node_than_the_rank_of_the_verdict() -> None:
+    of_rank, (dead, _) = judge(waiting(phase="data")), DEAD
+    for host, conflicts in (of_rank.nodes[0], ()), ("n2", ("RAS names a dead process on n2",)):
+        report = ras.RasReport(total=1, dead=(replace(dead, host=host),))
+        found = gathered.with_ras(of_rank, report, None).disagree
+        assert tuple(text.partition(",")[0] for text in found) == conflicts
 
 
 def test_ras_of_every_release_is_read() -> None:
