@@ -175,8 +175,10 @@ def find_resume(config: JobConfig, trainer: str = "topoflight") -> tuple[Path | 
         return None, {}
     about = json.loads((path / STATE).read_text()) if (path / STATE).is_file() else {"identity": {"trainer": "trl"}}
     for name, value in identify_run(config, trainer).items():
-        if (was := about["identity"].get(name, value)) != value:
-            raise ConfigError(f"resume_from_checkpoint: {path} has {name}={was!r}, this run has {value!r}")
+        was = about["identity"].get(name, value)
+        if len({os.path.realpath(Path(str(one)).expanduser()) for one in (was, value)}) > 1:  # a link is the same model
+            wrong = f"{path} has {name}={was!r}, this run has {value!r}: use the same value, or another output_dir"
+            raise ConfigError(f"resume_from_checkpoint: {wrong}")
     return path, about
 
 

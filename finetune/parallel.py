@@ -112,10 +112,8 @@ def apply_tp(chunk: Chunk, mesh: DeviceMesh, sequence_parallel: bool) -> None:
             projection = next((name for name in path.split(".") if name in COLUMN + ROW), None)
             whole_factor = "lora_A" if projection in COLUMN else "lora_B"
             if projection and isinstance(module, nn.Linear) and whole_factor not in path:
-                by_column = projection in COLUMN
-                plan[path] = (
-                    parallel.ColwiseParallel() if by_column else parallel.RowwiseParallel(output_layouts=tokens)
-                )
+                by_row = parallel.RowwiseParallel(output_layouts=tokens)
+                plan[path] = parallel.ColwiseParallel() if projection in COLUMN else by_row
         for name in ("q_norm", "k_norm"):  # Qwen 3's run on this rank's heads: their gradients are summed over ranks
             norm = getattr(layer.self_attn, name, None)
             if norm is not None and norm.weight.requires_grad:

@@ -45,8 +45,8 @@ def run(read_facts: Callable[[Host], Any], host: Host) -> Outcome:
     except UnavailableError as error:
         return Absent(why=str(error), seconds=time.perf_counter() - start)
     except Exception as error:  # noqa: BLE001 - the only place: an error of a probe is an outcome
-        file, reason = getattr(error, "filename", None), getattr(error, "strerror", None)  # of an OSError
-        text = f"{file}: {reason}" if file else f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else text
         return Failed(error=text, seconds=time.perf_counter() - start)
     return Ok(facts=facts, seconds=time.perf_counter() - start)
 

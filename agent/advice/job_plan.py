@@ -102,7 +102,7 @@ def add_job_settings(request: Request, settings: JobSettings) -> Request:
         requested["attention"] = "flash" if kernel == "flash_attention_2" else kernel
     if "dtype" in explicit or config.load_in_4bit:
         requested["dtype"] = config.dtype
-    if optimizer := _TABLE["optimizers"].get(settings.raw.get("optim")):
+    if optimizer := _TABLE["optimizers"].get(str(settings.raw.get("optim"))):
         requested["optimizer"] = optimizer
     if config.layout:
         requested["fixed_layout"] = tuple((n, tuple(v) if isinstance(v, list) else v) for n, v in config.layout.items())

@@ -128,7 +128,9 @@ def _run(argv: list[str]) -> int:
         return base.EXIT_INTERRUPTED
     except click.ClickException as error:  # usage and input errors have code 2, others 1
         error.show()
-        if "--host" in argv and "unexpected extra" in error.message:  # a shell has expanded *.json
+        place = argv.index("--host") if "--host" in argv else len(argv)
+        kinds = [word.rpartition(".")[2] for word in argv[place + 1 : place + 3]]
+        if "unexpected extra" in error.message and kinds[1:] == kinds[:1] != []:  # a shell has expanded --host *.json
             click.echo("Give --host before each file, or once with the folder of all files.", err=True)
         return error.exit_code
     except SystemExit as done:  # a verdict is a number; a text is an error message, as in Python

@@ -239,7 +239,7 @@ class _Stages:
             return None, str(error)
         if done.record is not None:
             result_store.store_run(done.record)
-            wrote_its_end = done.record is not None and done.record.reason != done.ending  # else launch has done so
+            wrote_its_end = done.record.reason != done.ending  # otherwise `launch.train` has added the end
             if done.exit_code == 0 or (wrote_its_end and not done.cut_short):
                 return done.record, ""
         return None, f"{done.ending}: {' | '.join(done.last_lines[-3:])} (whole log: {done.output})"

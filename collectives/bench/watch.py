@@ -96,8 +96,7 @@ class Watch:
             return f"the ranks did not join within {self._spec.startup_seconds:g} s"
         if joined and now - self._progress_at > self._spec.silence_seconds:
             return f"no rank made progress for {self._spec.silence_seconds:g} s, and no byte moved between them"
-        limit = self._spec.budget_seconds + OVERRUN_SECONDS
-        if self._joined_at is not None and now - self._joined_at > limit:
+        if self._joined_at is not None and now - self._joined_at > self._spec.budget_seconds + OVERRUN_SECONDS:
             return f"the time budget of {self._spec.budget_seconds:g} s was spent in one transfer"
         if now - self._started > self._spec.limit_seconds:
             return f"not done after {self._spec.limit_seconds:g} s"

@@ -18,7 +18,7 @@ _ANY_END = re.compile(r"Job step aborted|BAD TERMINATION|EXIT CODE: 15\b|Keyboar
 _KILLED = re.compile(r"died or was killed|(?<!killed by )SIGKILL|: -9\b")  # a timeout that follows is a consequence
 # All but the first are also facts of facts.toml, or beginnings of such facts.
 _RETRIED = ("retried", "a pod has a node", "a pod has its image", "a pod has its image, pulled now")
-_NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "earlier step", *_RETRIED)
+_NOTES = ("always", "one node", "another failure", "libfabric works", "finished", "port up", "earlier step", *_RETRIED)
 _NO_CAUSE = ("time_limit_reached", "job_cancelled", "job_stopped", *list_codes("vague"), *list_codes("gdr"))
 _DEFAULTS = {f"NCCL_{name}_DISABLE={value}" for name in ("P2P", "SHM", "IB") for value in ("0", "")}
 
@@ -294,8 +294,9 @@ class _Findings:
 
     def _meets(self, condition: str, code: str) -> bool:
         """Return whether a condition of codes.toml (`note`) holds."""
-        if condition in ("finished", "earlier step"):
-            return self.ledger.outlived(code, before_nccl=condition == "earlier step")
+        if condition in ("finished", "port up", "earlier step"):
+            is_up = self.facts.counts["an RDMA port came up again"] > 0 or condition != "port up"
+            return is_up and self.ledger.outlived(code, before_nccl=condition == "earlier step")
         if condition == "libfabric works":  # one protocol of the plugin failed, and another was chosen
             return "Libfabric" in self.inter and bool(self.evidence.transports or self.facts.provider)
         if condition == "another failure":

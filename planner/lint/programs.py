@@ -85,7 +85,7 @@ def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner | Unread
                 if sign:
                     raw = word.raw.partition(f"{name}=")[2]
                     yield Assigned(name, value, raw.partition(comma)[0] if takes_list else raw, word.line)
-                elif NAMED.match(previous) and pattern("rest_of_value").fullmatch(part):
+                elif pattern("holds_list").fullmatch(previous) and pattern("rest_of_value").fullmatch(part):
                     yield Unread(word.line, f"a comma ends the value of {previous}")
         elif index and (not is_argument or pattern("dotted").match(text)):
             yield from _read_word(command, index)

@@ -646,9 +646,10 @@ class _Reader(Expander):
 
     def _read_variables(self, program: str, arguments: Sequence[Word], line: int) -> None:
         """Set the variables of read, mapfile or let. Only a here-document of `read -d ''` is known."""
-        value = self._input if "" in [each.text for each in arguments] else OPEN
-        for word in arguments:
-            self.set(Assigned(re.split(r"\W", word.text)[0], value, f"(set by {program})", line))
+        names = [re.split(r"\W", word.text)[0] for word in arguments]
+        is_whole = "" in [word.text for word in arguments] and sum(map(bool, names)) == 1  # else each name gets a word
+        for name in names:  # read removes blanks at both ends
+            self.set(Assigned(name, self._input.strip() if is_whole else OPEN, f"(set by {program})", line))
         self._input = OPEN
 
     def _evaluate(self, program: str, arguments: Sequence[Word], line: int) -> None:

@@ -127,9 +127,11 @@ def preflight(*words: object) -> Result:
 def test_a_known_fault_does_not_fail_and_a_new_one_does(tmp_path):
     """The baseline is a report of the sick or of the good machine, or a file that --save wrote."""
     sick, good, saved = (tmp_path / name for name in ("sick", "good", "saved.json"))
-    assert preflight("--host", SICK, "-o", f"json={sick}", "--save", saved).exit_code == 3
+    noted = preflight("--host", SICK, "-o", f"json={sick}", "--save", saved)
+    assert noted.exit_code == 3 and f"--baseline {saved} will accept what failed now" in noted.stderr
     table = tmp_path / "table"
-    assert preflight("--host", GOOD, "-o", f"json={good}", "-o", f"table={table}").exit_code == 0
+    sound = preflight("--host", GOOD, "-o", f"json={good}", "-o", f"table={table}", "--save", tmp_path / "other")
+    assert sound.exit_code == 0 and "--baseline" not in sound.stderr
     assert "no problems found" in table.read_text()
     rows = [(SICK, sick, 0), (SICK, good, 3), (SICK, saved, 0), (GOOD, good, 0)]
     codes = [preflight("--host", now, "--baseline", before).exit_code for now, before, _ in rows]

@@ -276,6 +276,9 @@ def test_a_token_file_opens_the_gate(http: TestClient) -> None:
     assert posted.json() == http.get("/preflight").json(), "the same verdict"
     measuring = http.post("/preflight", headers=bearer(), json={"measure": True})
     assert measuring.status_code == 422, "nothing makes load from afar"
+    for sent in ({"content": b'{"require": ["gpu.*"]}'}, {"json": ["gpu.*"]}):
+        refused = http.post("/preflight", headers=bearer(), **sent)
+        assert refused.status_code == 422 and "Content-Type: application/json" in refused.json()["detail"]
     for query, status in (("require=rmda.*", 400), ("expect=gpus=9", 422), ("fail_on=warn", 200)):
         assert http.post(f"/preflight?{query}", headers=bearer()).status_code == status, "no option is ignored"
     for headers in ({}, bearer("wrong" * 5), {"Authorization": f"Basic {TOKEN}"}, bearer(""), bearer("x" * 20000)):

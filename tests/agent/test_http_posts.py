@@ -131,6 +131,7 @@ def test_what_is_no_record_is_refused(http: TestClient, folder: Path, body: byte
     assert http.post("/runs", content=body).status_code == 401
     answer = http.post("/runs", headers=HEADERS, content=body)
     assert answer.status_code in (400, 422) and answer.json()["detail"], answer.text
+    assert PostedRecord.__name__ not in answer.text
     assert stored_runs(folder) == []
 
 

@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from contracts import run_record
-from contracts.job_config import ConfigError, read_config, read_mapping
+from contracts.job_config import ConfigError, JobConfig, read_config, read_mapping
 from finetune import loop, train
-from finetune.checkpoint import SaveError, find_resume, list_checkpoints
+from finetune.checkpoint import STATE, SaveError, find_resume, identify_run, list_checkpoints
 from finetune.rows import IGNORED, load_tokenizer, prepare
 from finetune.verify import MismatchError
 
@@ -204,6 +204,22 @@ def test_a_second_run_does_not_mix_with_the_first(tmp_path):
     assert run_job(folder, "resume_from_checkpoint=false")[0] == ConfigError.code
     with pytest.raises(ConfigError, match="trainer='topoflight', this run has 'trl'"):
         find_resume(read_config(folder.parent / "job.yaml", [f"output_dir={folder}"]).config, "trl")
+
+
+def test_a_checkpoint_fits_the_same_model_under_another_path(tmp_path, monkeypatch):
+    """A relative path and a link lead to the model of the checkpoint, a copy in another folder may differ."""
+    for name in ("model", "copy", "out/checkpoint-2"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("model")
+    monkeypatch.chdir(tmp_path)
+    config = JobConfig(output_dir=str(tmp_path / "out"), model_name_or_path=str(tmp_path / "model"))
+    about = {"step": 2, "identity": identify_run(config)}
+    (tmp_path / "out" / "checkpoint-2" / STATE).write_text(json.dumps(about))
+    for name in ("model", "link", str(tmp_path / "link")):
+        assert find_resume(replace(config, model_name_or_path=name))[1] == about
+    for other in ({"model_name_or_path": "copy"}, {"seed": 7}):
+        with pytest.raises(ConfigError, match="same value"):
+            find_resume(replace(config, **other))
 
 
 ROWS = "dataset_rows=320"  # 20 steps of 16
