@@ -86,7 +86,7 @@ class Measured:
     """Measurements that are compared with the forecast. None means not measured."""
 
     step_seconds: float | None = None  # median
-    counted_steps: int | None = None  # steps in the median: without warm-up, memory measurement and profiling
+    counted_steps: int | None = None  # steps in the median; 0: it is of warm-up or profiled steps alone
     tokens_per_second: float | None = None
     mfu: float | None = None
     memory_bytes: float | None = None  # peak of the rank with the highest use
@@ -142,7 +142,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Position of the measurement: "inside", "above" or "below" the interval, or "unknown"."""
+        """Position of the measurement: "inside", "above" or "below" the interval, or "unknown", with a known reason."""
         if self.within is None or self.forecast is None or self.measured is None:
             return "unknown" if self.forecast is None or self.measured is None else "unknown (warm-up steps alone)"
         return "inside" if self.within else "above" if self.measured > self.forecast.high else "below"

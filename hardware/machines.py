@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from contracts.tables import read_table
 
+_VGPU = re.compile(r"-\d+[ABCQ](?:ME|GFX)?\b")  # end of a vGPU's name ("H100-80C"): NVIDIA vGPU software user guide
 Nearness = Literal["PIX", "PXB", "PHB", "NODE", "SYS"]  # `nvidia-smi topo` label of a path to a NIC
 
 
@@ -93,8 +94,10 @@ def machine_of_host(model: str | None, gpus: int, product: str | None, links: in
     """Return the first row that matches a host's GPU model, GPU count and DMI product name; None if none matches.
 
     `links`: most NVLinks between two GPUs. A machine whose pairs have fewer is another one: four GPUs with NV12 are
-    half of a board with a switch, and no HGX A100 4-GPU.
+    half of a board with a switch, and no HGX A100 4-GPU. vGPUs are parts of boards, also of PCIe cards without NVLink.
     """
+    if _VGPU.search(model or ""):
+        return None
     enough = (row for row in machines() if links <= max(row.links_per_pair, default=links))
     row = next((row for row in enough if model and _matches(row, model, gpus, product)), None)
     return row if row and gpus not in row.other_sizes else None

@@ -34,7 +34,7 @@ def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False)
     """Print measured collectives: each op at its largest size and what is unverified; `verbose`: every size."""
     largest = {m.op: m for m in sorted(result.measurements, key=lambda m: m.bytes)}
     measurements = [m for m in result.measurements if m is largest[m.op] or not m.verified or verbose]
-    title = f"{result.world_size} {result.backend} ranks on {units.some(sorted(set(result.hosts))) or 'this host'}"
+    title = describe_ranks(result)
     left = len(result.measurements) - len(measurements)
     out.print(_describe_verdict(result, sum(not m.verified for m in result.measurements)))
     out.print(escape(title + (f"; -v shows {left} smaller sizes" if left else "")))
@@ -43,6 +43,11 @@ def print_benchmark(out: Console, result: BenchResult, *, verbose: bool = False)
         out.print(f"[red]! {escape(problem)}[/red]")
     if result.evidence is not None:
         out.print(escape(describe_transport(result.evidence)))
+
+
+def describe_ranks(result: BenchResult) -> str:
+    """Return who measured: "16 nccl ranks on node-a, node-b"."""
+    return f"{result.world_size} {result.backend} ranks on {units.some(sorted(set(result.hosts))) or 'this host'}"
 
 
 def describe_transport(e: Evidence) -> str:
