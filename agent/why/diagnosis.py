@@ -230,9 +230,9 @@ def _read_ras(source: str) -> ras.RasReport:
 
 def with_ras(verdict: Verdict, report: ras.RasReport, earlier: ras.RasReport | None) -> Verdict:
     """Add RAS to the verdict: it decides if no other source does; otherwise agreement or conflict is shown."""
-    source = f"RAS: {units.count(report.total, 'communicator')}"
+    sources = [f"RAS: {units.count(report.total, 'communicator')}"] * bool(report.total or report.dead)
     report, unheard = _split_silent_ranks(report, earlier)
-    verdict = _ask_about_silence(replace(verdict, sources=(*verdict.sources, source)), report, unheard)
+    verdict = _ask_about_silence(replace(verdict, sources=(*verdict.sources, *sources)), report, unheard)
     rows = _list_behind(report)
     causes = [_make_rank_cause(row, state, place) for row, state, place in rows]
     if verdict.causes and not (verdict.names_nobody and causes):

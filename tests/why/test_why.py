@@ -626,6 +626,12 @@ def test_a_dead_process_is_a_conflict_if_it_is_on_another_node_than_the_rank_of_
         assert tuple(text.partition(",")[0] for text in found) == conflicts
 
 
+def test_an_answer_of_ras_without_communicators_shows_nothing(tmp_path: Path) -> None:
+    (tmp_path / "ras.txt").write_text("Job summary\n===========\n\nCommunicators... (0.00s)\n=============\n")
+    found = gathered.answer(gathered.WhySources(ras=(str(tmp_path / "ras.txt"),)))
+    assert (found.state, found.sources) == ("unknown", ())
+
+
 def test_ras_of_every_release_is_read() -> None:
     row = b'"rank": 1,\n"host": "n2",\n"pid": 7,\n"cuda_dev": 1,\n"nvml_dev": 1%b\n"status": {"considered_dead": true}'
     text = b'{"communicators": [{"hash": "a", "size": 2, "ranks": [], "missing_ranks": [{' + row + b"}]}]}"
