@@ -105,7 +105,7 @@ def _list_weights(folder: Path) -> list[str]:
     try:
         return sorted(set(map(str, json.loads((folder / INDEX).read_text())["weight_map"].values())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"model_name_or_path: {folder} has no {WEIGHTS}; {INDEX}: {error}") from None
+        raise ConfigError(f"model_name_or_path: {folder}: neither {WEIGHTS} nor a valid {INDEX}: {error}") from None
 
 
 @contextlib.contextmanager
