@@ -8,6 +8,7 @@ that were fitted to the other sources. Without ROWS the rows of ../shared/corpus
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections import Counter, defaultdict
@@ -19,13 +20,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from busbw_rows import MIB, PlaceError, Row, place, read
 
+from agent.checks.measured import JUDGED_BYTES_PER_RANK, choose_bytes
 from contracts.tables import read_table
 from hardware.units import GIGA
 from topology.expected import FACTORS, ExpectedBandwidth, Factors, Paths, UnknownBandwidth, expect_bandwidth, nvls_share
 
-CORPUS = Path(__file__).parents[2] / "shared" / "corpus" / "collectives"
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "corpus"
+CORPUS = Path(os.environ.get("TOPOFLIGHT_CORPUS", SHARED)) / "collectives"
 FILES = ("published_busbw.csv", "collectives_intranode.csv")
-MIN_BYTES_PER_RANK = 64 * MIB  # smaller sizes on one host are left out, because preflight measures none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +162,7 @@ def _wire_bound(each: Placed) -> bool:
     paths, row = each.paths, each.row
     inside = paths.link.low if paths.link and paths.inside in ("NVSwitch", "NVLink") else 0.0
     wide = paths.ranks_per_group(each.row.ranks) == 1 or (paths.wire is not None and inside > 1.05 * paths.wire.high)
-    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= MIN_BYTES_PER_RANK * each.row.ranks
+    return wide and (row.op != "all_reduce" or paths.groups > 2) and row.bytes >= JUDGED_BYTES_PER_RANK * each.row.ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,7 +177,9 @@ def main(arguments: Sequence[str]) -> int:
     corpus = [path for path in (CORPUS / name for name in FILES) if path.exists()]
     files = options.rows or corpus
     if not files:
-        print(f"expect: {CORPUS} does not exist. Name a file: make expect ROWS=FILE.csv", file=sys.stderr)
+        print(
+            f"expect: {CORPUS} does not exist. Set TOPOFLIGHT_CORPUS or use make expect ROWS=FILE.csv", file=sys.stderr
+        )
         return 2
     bad: list[str] = []
     rows, unplaced = placed([row for path in files for row in read(path, bad)])
@@ -193,7 +197,7 @@ def placed(rows: Sequence[Row]) -> tuple[list[Placed], list[str]]:
     """Return the rows with known links, and the errors of the others. Small sizes on one host are left out."""
     rows_placed, unplaced = [], []
     for row in rows:
-        is_small = row.nodes == 1 and row.bytes < MIN_BYTES_PER_RANK * row.gpus_per_node
+        is_small = row.nodes == 1 and row.bytes < JUDGED_BYTES_PER_RANK * row.gpus_per_node
         if is_small or row.op == "all_to_all":
             continue
         try:
@@ -247,7 +251,7 @@ def classify(placed_row: Placed, result: ExpectedBandwidth | UnknownBandwidth) -
         return ["caught"], ""
     if outcomes or (row.healthy == "yes" and not is_low):
         return outcomes, ""
-    if row.healthy == "yes" and row.bytes < min(MIN_BYTES_PER_RANK * row.ranks, 8 << 30):  # agent.checks judges none
+    if row.healthy == "yes" and row.bytes < choose_bytes(row.ranks):  # preflight judges none
         return ["unclear"], ""
     outcome = "false alarms" if is_low else "missed"
     machine = f"{row.machine}, {row.nodes} x {row.gpus_per_node}, {row.op} of {row.bytes // MIB} MiB"

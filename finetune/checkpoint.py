@@ -28,7 +28,7 @@ from finetune import hub, weights
 from finetune.model import build_model, causal_lm, stored_type
 
 T = TypeVar("T")
-STATE, STATE_OF_TRL = "trainer.json", "trainer_state.json"  # the latter is TRAINER_STATE_NAME of transformers
+STATE, STATE_OF_TRL = "trainer.json", "trainer_state.json"  # transformers names its file TRAINER_STATE_NAME
 # For ranks that wait while others download, read, tokenise or write. NCCL's own limit of 10 minutes applies to steps
 # and to the groups of the mesh. The death of a rank is detected through its connection, not by this timeout.
 WAIT = timedelta(hours=1)

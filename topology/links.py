@@ -54,7 +54,7 @@ def join_by_nvlink(a: GpuNode, b: GpuNode, count: int, evidence: str, *, unread:
         path=PathClass.NVL,
         nvlinks=count,
         nvlinks_unread=unread,
-        bytes_per_second=None if None in speeds else count * min(filter(None, speeds)),
+        bytes_per_second=None if None in speeds else count * min(speed or 0.0 for speed in speeds),
         evidence=evidence,
     )
 

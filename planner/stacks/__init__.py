@@ -210,7 +210,7 @@ class Torchtitan(Fsdp):
         return super().logits(share) + self.chunks_loss * 4.0 * share.tokens * share.model.hidden
 
     def selective_activations(self, share: Share, boundary: float) -> float:
-        """Count the layer's input, outputs of q, v, attention, w1, w2; with experts, of all-to-alls and a kept w2."""
+        """Count the layer's input, outputs of q, v, attention, w1, w2; with experts, of all-to-alls and a saved w2."""
         model = share.model
         if model.kv_rank or not model.gated_mlp:
             return super().selective_activations(share, boundary)

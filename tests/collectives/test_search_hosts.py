@@ -188,4 +188,6 @@ def test_a_second_pass_judges_the_network_of_nodes_that_share_nvlink(tmp_path):
     result, code, said = search(tmp_path, RATE, None, slow, (), 4, [f"--topology={tmp_path / 'nodes.json'}"])
     assert [(v["node"], v["turn"]) for v in result["verdicts"] if v["state"] == "bad"] == [(2, 1)], (result, said)
     assert (code, result["passes"]) == (3, 2) and "second of 2 passes" in result["summary"][1]
-    assert result["findings"][0]["evidence"][0].startswith("pass 2 of 2: all nodes exchanged data over the network")
+    # on a busy machine, the findings may have nodes that could not be judged
+    found = next(one for one in result["findings"] if one["node"] == "host-2")
+    assert found["evidence"][0].startswith("pass 2 of 2: all nodes exchanged data over the network")

@@ -155,8 +155,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_good_checkpoint(small_disk,
     with contextlib.suppress(OSError), (disk / "filler").open("wb", 0) as file:
         while file.write(bytes(4096)):
             pass
-    run_record.save(disk / "out" / "run.json", replace(ended, status="kept"))
-    assert run_record.read(disk / "out" / "run.json").status == "kept" and not list(disk.rglob("*.draft"))
+    run_record.save(disk / "out" / "run.json", replace(ended, status="rewritten"))
+    assert run_record.read(disk / "out" / "run.json").status == "rewritten" and not list(disk.rglob("*.draft"))
     (disk / "filler").unlink()
     assert [p.name for p in list_checkpoints(disk / "out")] == ["checkpoint-4"]
     assert not list((disk / "out").glob(".checkpoint-*"))
