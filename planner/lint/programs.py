@@ -86,7 +86,7 @@ def split_command(command: Sequence[Word]) -> Iterator[Assigned | Inner | Unread
                     raw = word.raw.partition(f"{name}=")[2]
                     yield Assigned(name, value, raw.partition(comma)[0] if takes_list else raw, word.line)
                 elif pattern("holds_list").fullmatch(previous) and pattern("rest_of_value").fullmatch(part):
-                    yield Unread(word.line, f"a comma ends the value of {previous}")
+                    yield Unread(word.line, f"a comma ends the value of {previous}: export it before the command")
         elif index and (not is_argument or pattern("dotted").match(text)):
             yield from _read_word(command, index)
         is_value = before in ("-u", "-C") or (text[:1] == "-" and text not in ("-S", "--split-string")) or is_setting
